@@ -1,14 +1,14 @@
-"""Merging partials of MLA where the keys of all requests are cut into CTA parts: each CTA combines as many rows as it
-has computed partials of.
+"""Combine of MLA partials with CTA parts: each CTA combines rows in proportion to its number of partials.
 
-Every partial has a slot of its own then, and each CTA knows from the beginning which partials it will have. So no share
-is handed out, and nobody has to be told what a partial is: each warp that attends adds one to a counter of its rows
-when it has stored its part of a partial. When there are no more work tiles, it waits until that counter says that all
-parts of all chunks are there, and combines its share. On the way from the last store of one CTA to the first load of
-another lie one addition and one look at a counter. With shares handed out by tickets there were an addition whose
-result was waited for, a flag, a ticket, and a description of the share to load.
+With CTA parts (``cta_parts.py``), every partial has its own slot, and each CTA knows from the start which partials it
+will have. Shares therefore need no tickets, and no CTA has to be told what a partial is. Each attending warp adds one
+to a counter of its rows when it has stored its part of a partial. When it has no more work tiles, it waits until the
+counter shows all parts of all chunks, and combines its share.
 
-Nobody waits in a circle, because a CTA stores all of its partials before it waits.
+The path from the last store of one CTA to the first load of another has one addition and one read of a counter. With
+shares by tickets, the path had an addition whose result was awaited, a flag, a ticket, and a share description to load.
+
+There is no circular wait, because a CTA stores all of its partials before it waits.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ from hopwell.kernels.parts.combine.row_shares import Partials, RowPartials
 from hopwell.kernels.parts.core.device import global_array, global_pointer, load_acquire
 from hopwell.kernels.parts.rows.packed import PackedRows
 
-STORING_WARPS = 2 * WARPS  # of a partial, which combine a share each as well
+STORING_WARPS = 2 * WARPS  # per partial; each also combines one share
 COUNTS = (
     PARTIALS_THERE,
     GROUPS_THERE,
-)  # of warps, in a first partial's slot: those that have stored, that need not wait
+)  # counters in the first partial's slot: warps that have stored, warps that need not wait
 
 
 @dataclass(frozen=True)
 class OwnSlots(Slots):
-    """Slots of which each has one partial at most."""
+    """Slots with at most one partial each."""
 
     def place(self, partial_id):
         return partial_id * self.rows
@@ -44,11 +44,11 @@ class OwnSlots(Slots):
 
 @dataclass(frozen=True)
 class OwnRowShares(Partials):
-    """Partials whose rows are combined by the CTAs that have computed them."""
+    """Partials whose rows are combined by the CTAs that computed them."""
 
     @cute.jit
     def announce(self, tile) -> None:
-        """This warp has stored its part of the work tile's partial, if it is one."""
+        """Count this warp's part of the work tile's partial, if it has one, after the warp has stored it."""
         if tile.chunks > 1:
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
@@ -57,24 +57,26 @@ class OwnRowShares(Partials):
 
     @cute.jit
     def combine(self, tile, warp, a: Addresses, g: DecodeGeometry, scale, dtype) -> None:
-        """Combine the share of one of STORING_WARPS in the rows of a partial of this CTA."""
+        """Combine one warp's share of the rows of a partial of this CTA; ``warp`` is one of STORING_WARPS."""
         rows = PackedRows.create(a, g, tile, scale, dtype.width // 8).up_to(self.slots.rows)
         shares = tile.chunks * STORING_WARPS
         subtiles = self._share_subtiles(tile.chunk * STORING_WARPS + warp, shares, rows)
-        # Some warp waits, or else counters would be reset before all have been counted.
+        # At least one warp has to wait. Otherwise counters would be reset before every store was counted.
         is_spared = (subtiles[0] >= subtiles[1]) & (rows.count > 0)
         before = self._wait_stored(tile.first_partial, shares, is_spared)
         self._combine_subtiles(subtiles, RowPartials(tile.first_partial, tile.tiles_of_chunk, tile.chunks), rows, dtype)
-        # This is late so that nobody waits for the number.
+        # The number is used this late so that no warp waits for it.
         if before == shares - 1:
             for kind in cutlass.range_constexpr(len(COUNTS)):
                 global_array(Int32, self.slots.counter(COUNTS[kind], tile.first_partial))[0] = 0
 
     @cute.jit
     def _wait_stored(self, first, parts, is_spared):
-        """Wait for all parts of the partials whose first one is ``first``, if this warp needs them. As many warps come
-        here as there are parts; one lane learns how many have come before, the last of whom leaves both counters at
-        zero, as the next launch wants to find them."""
+        """Wait for all ``parts`` of the partials that begin with ``first``, unless this warp ``is_spared``.
+
+        ``parts`` warps in all call this. One lane of each learns the number of earlier warps. The last warp resets both
+        counters to zero, as the next launch expects.
+        """
         before = Int32(-1)
         if cute.arch.lane_idx() == 0:
             there, seen = (self.slots.counter(kind, first) for kind in COUNTS)

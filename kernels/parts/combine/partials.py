@@ -1,15 +1,16 @@
-"""Partial results of decode: written partial by partial, combined by whoever is last.
+"""Partial results of split-KV decode: each work tile writes one partial, and the CTA of the last partial combines.
 
-The rows of a request are a weighted sum over its chunks, and every chunk leaves one partial: for each row the output
-relative to a reference, the reference, and the sum of exponentials. Partials are combined in fan-in groups of FAN_IN by
-the CTA whose partial is the fan-in group's last, and fan-in groups by the one that combined the last fan-in group,
-always in the order of the keys: which CTA it is never changes a bit.
+The result of a request's rows is a weighted sum over its chunks. Every chunk leaves one partial: for each row the
+output relative to a reference, the reference, and the sum of exponentials. Partials are combined in fan-in groups of
+FAN_IN by the CTA of the group's last partial. The results of fan-in groups are combined by the CTA that combined the
+last group. The order is always key order, so the CTA that combines never changes a bit.
 
 Partials lie in a ring of slots that is much smaller than the list of work tiles, so that they stay in the L2 cache.
-Partial p lies in slot p % slots and may be written in the slot's epoch p // slots, that is once the partial before it
-in that slot has been combined. The first partial's slot of a fan-in group, and of a request, keeps count of what is
-there. Nobody waits in a circle: whatever a partial waits for has an earlier place in the list, tickets are taken in the
-order of the list, and the ring holds more than the partials of one request.
+Partial p uses slot p % slots in epoch p // slots. It may be written once the partial before it in that slot has been
+combined. The slot of the first partial of a fan-in group, and of a request, counts the stored partials.
+
+There is no circular wait. A partial waits only for partials earlier in the list. Tickets are taken in list order. The
+ring holds more than the partials of one request.
 """
 
 from dataclasses import dataclass
@@ -32,10 +33,10 @@ from hopwell.kernels.parts.core.device import (
 from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.parts.rows.softmax import combined
 
-PARTIAL, FAN_IN_GROUP = 0, 2  # where the statistics of a partial, and of a combined fan-in group, lie in a row's
+PARTIAL, FAN_IN_GROUP = 0, 2  # index of a partial's, and of a combined fan-in group's, statistics in a row's statistics
 EPOCH, PARTIALS_THERE, GROUPS_THERE, *SHARE = range(SLOT_COUNTERS)
-COLUMNS_AT_ONCE = 4  # float32 of 16 bytes
-PARTS_AT_ONCE = 8  # partials whose loads are under way
+COLUMNS_AT_ONCE = 4  # float32 values in 16 bytes
+PARTS_AT_ONCE = 8  # partials with loads in flight
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Slots(DeviceStruct):
     scratch: Int64  # bytes
     tickets: Int64  # address of all counters
     slots: Int32
-    rows: Int32  # of a slot
+    rows: Int32  # rows of a slot
     columns: int
-    element_bytes: int  # of output
+    element_bytes: int  # bytes of an output element
 
     @classmethod
     def create(cls, a: Addresses, g: DecodeGeometry, columns: int, element_bytes: int = 4) -> "Slots":
@@ -55,12 +56,12 @@ class Slots(DeviceStruct):
         return cls(aligned, a.tickets, Int32(g.slots), Int32(g.slot_rows), columns, element_bytes)
 
     def place(self, partial_id):
-        """Return where a partial's rows begin among those of all slots."""
+        """Return the first row of a partial among the rows of all slots."""
         return partial_id % self.slots * self.rows
 
     @cute.jit
     def places(self, first, step, count) -> list:
-        """Return the places of ``count`` partials, ``step`` apart, and of the last one again up to PARTS_AT_ONCE."""
+        """Return the places of ``count`` partials, ``step`` apart, padded to PARTS_AT_ONCE with the last place."""
         slots = [first % self.slots]
         for i in cutlass.range_constexpr(1, PARTS_AT_ONCE):
             following = slots[-1] + (step if i < count else Int32(0))
@@ -68,8 +69,10 @@ class Slots(DeviceStruct):
         return [slot * self.rows for slot in slots]
 
     def output(self, row, column):
-        """Return the address of an element of a row, counted over all slots. The scratch has fewer than
-        2^31 elements."""
+        """Return the address of an element of a row, counted over all slots.
+
+        The scratch has fewer than 2^31 elements.
+        """
         return self.scratch + Int64(row * self.columns + column) * self.element_bytes
 
     def statistics(self, row, level: int):
@@ -77,7 +80,7 @@ class Slots(DeviceStruct):
         return self.output(self.slots * self.rows, 0) + Int64(row * STATISTICS + level) * 4
 
     def counter(self, kind: int, partial_id):
-        """Return the address of one of the counters of the partial's slot."""
+        """Return the address of the counter ``kind`` of the partial's slot."""
         return self._counter(kind, partial_id % self.slots)
 
     def _counter(self, kind: int, slot):
@@ -88,7 +91,7 @@ class Slots(DeviceStruct):
 
     @cute.jit
     def wait_free(self, partials) -> None:
-        """Return when each of the partials has the slot for itself. Called by one thread."""
+        """Return when each of the partials owns its slot. Called by one thread."""
         missing = self._missing(partials)
         while missing != 0:
             missing = self._missing(partials)
@@ -100,8 +103,10 @@ class Slots(DeviceStruct):
 
     @cute.jit
     def store(self, partial_id, row, pairs, reference, total, first_column, column_half) -> None:
-        """Store one row of a partial: ``pairs`` of output columns, 8 apart from ``first_column`` on in half of the
-        columns, and (reference, sum)."""
+        """Store one row of a partial: ``pairs`` of output columns, and (reference, sum).
+
+        The pairs are 8 columns apart, from ``first_column`` on in one half of the columns.
+        """
         columns = 8 * len(pairs)
         row += self.place(partial_id)
         address = self.output(row, column_half * columns + first_column)
@@ -146,7 +151,7 @@ class WeightedSum(DeviceStruct):
 
 @dataclass(frozen=True)
 class Combine(DeviceStruct):
-    """The threads that look after a CTA's partials."""
+    """The threads that manage and combine a CTA's partials."""
 
     slots: Slots
     first_thread: int
@@ -162,8 +167,11 @@ class Combine(DeviceStruct):
 
     @cute.jit
     def run(self, work_queue, ring, addresses, geometry, scale, out_dtype: cutlass.Constexpr) -> None:
-        """Run combining as a role of its own: give every work tile of the work queue its slot, and combine what is
-        complete once it is stored."""
+        """Run the combine as a separate role.
+
+        It waits for the slot of every work tile in the work queue. When a tile is stored, it combines everything that
+        is complete.
+        """
         work = Int32(0)
         tile = work_queue.read(work)
         while tile.exists:
@@ -179,16 +187,16 @@ class Combine(DeviceStruct):
 
     @cute.jit
     def prepare(self, tile) -> None:
-        """In the first thread, return when the work tile's partial, if it is one, may be written."""
-        # In their first epoch all slots are free.
+        """Return, in the first thread, when the work tile's partial, if it has one, may be written."""
+        # All slots are free in their first epoch.
         if tile.partial_id >= self.slots.slots and tile.chunks > 1 and self.thread == 0:
-            # Partials in its own slot and in those that keep count for it may not have come that far.
+            # The partial's own slot and the slots that count for it may still be in an earlier epoch.
             self.slots.wait_free((tile.partial_id, tile.first_partial, tile.fan_in_partial))
         cute.arch.sync_warp()
 
     @cute.jit
     def complete(self, tile, rows: PackedRows, out_dtype: cutlass.Constexpr) -> None:
-        """A partial has been written, visibly to all threads here: combine what can be combined now."""
+        """Combine everything that a newly written partial completes. All threads here already see the partial."""
         step, first, first_of_group = tile.tiles_of_chunk, tile.first_partial, tile.fan_in_partial
         size = cutlass.min(tile.chunks - tile.chunk // FAN_IN * FAN_IN, FAN_IN)
         if self._is_last(PARTIALS_THERE, first_of_group, size):
@@ -205,8 +213,10 @@ class Combine(DeviceStruct):
 
     @cute.jit
     def _is_last(self, kind: cutlass.Constexpr[int], first, count):
-        """Count one more of ``count`` in the slot of their ``first``, and say whether it was the last; then the counter
-        is zero again."""
+        """Count one of ``count`` in the slot of the partial ``first``, and return whether it was the last.
+
+        The last one resets the counter to zero.
+        """
         last = Int32(1)
         if self.thread == 0:
             last = count_one(self.slots.counter(kind, first), count)
@@ -216,7 +226,7 @@ class Combine(DeviceStruct):
 
     @cute.jit
     def _release(self, first, step, count) -> None:
-        """``count`` partials have been read: their slots may be written again."""
+        """Free the slots of ``count`` partials, which have been read."""
         self.meet()
         if self.thread < count:
             partial_id = first + self.thread * step
@@ -224,8 +234,10 @@ class Combine(DeviceStruct):
 
     @cute.jit
     def _add_up(self, first, step, count, level: cutlass.Constexpr[int], rows: PackedRows, out_dtype) -> None:
-        """Combine ``count`` partials: into the output, or, without ``out_dtype``, into the first of them as a fan-in
-        group."""
+        """Combine ``count`` partials into the output.
+
+        Without ``out_dtype``, combine them into the first one as a fan-in group.
+        """
         slots = self.slots
         vectors = slots.columns // COLUMNS_AT_ONCE
         rounds = (count + (PARTS_AT_ONCE - 1)) // PARTS_AT_ONCE
@@ -255,7 +267,7 @@ class Combine(DeviceStruct):
 
     @cute.jit
     def hand_back(self, grid) -> None:
-        """The last CTA leaves every counter at zero, as the next launch wants to find it."""
+        """Reset every counter to zero in the last CTA, as the next launch expects."""
         if self._is_last_cta(grid):
             counters = global_array(Int32, self.slots.tickets)
             for i in cutlass.range(self.thread, TICKETS + self.slots.slots, self.threads, unroll=1):
@@ -263,6 +275,9 @@ class Combine(DeviceStruct):
 
 
 def count_one(address, count):
-    """Count one more. Returns 1 if ``count`` are there now, and then all that the others did before is visible."""
+    """Count one more, and return 1 if the count has reached ``count``.
+
+    With the result 1, everything that the others did before is visible.
+    """
     before = cute.arch.atomic_add(global_pointer(Int32, address), Int32(1), sem="acq_rel", scope="gpu")
     return (before == count - 1).to(Int32)

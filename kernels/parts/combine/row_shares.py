@@ -1,25 +1,27 @@
-"""Merging large partials of decode: warps combine shares of the rows of a request while others compute the next
-partials.
+"""Combine of large decode partials by row shares: warps combine shares of a request's rows beside the work tiles.
 
-A partial of MLA is large: up to 64 rows of 512 columns. When the last CTA of a request combined all of its partials, as
-``partial.py`` has it, it spent 85000 cycles on four of them while all others waited; with a share for every CTA,
-combined between its work tiles, a quarter of the time passed between work tiles (H200, 2026-11-22). So a warp or two of
-each CTA do nothing else, and those that attend combine what is left when there are no more work tiles. Partials are
-float16, each half row times a power of two of its own: the largest element has 11 bits then, and one 2^-29 as large
-still has them.
+A partial of MLA is large: up to 64 rows of 512 columns. When the last CTA of a request combined all partials, as in
+``partials.py``, it spent 85000 cycles on four while all others waited. With a share for every CTA, combined between its
+work tiles, combining took a quarter of the time between work tiles (H200, 2026-11-22). One or two warps of each CTA
+therefore only combine. The attending warps combine the remaining shares when there are no more work tiles.
 
-This is how shares are combined where CTAs take tickets for work tiles, and what ``own_shares.py`` has in common with
-it, where they do not.
+Partials are float16. Each half row is multiplied by its own power of two, so that the largest element has 11 bits. An
+element 2^-29 as large still has 11 bits.
 
-Partial p comes with some shares of the rows that it belongs to: all shares of all partials are one list, and a warp
-that has combined one takes a ticket for the next. It waits until all partials of those rows have been announced, and
-adds them up in the order of the keys: which warp it is never changes a bit.
+This module serves CTAs that take work tiles by tickets, and holds the code shared with ``own_row_shares.py``, which
+serves CTAs without tickets.
 
-Slots of partials go round as in ``partial.py``, and are free again when all shares have been combined, if a later
-partial wants them. Nobody waits in a circle: work tiles and shares are handed out in the order of their lists, a share
-waits for partials that come before those of the next rows, and a partial for a slot of rows that come before its own,
-because the ring holds more than the partials of one request and of one round of all CTAs: those of the last round wait
-for shares that are combined beside work tiles.
+Each partial comes with a few shares of the rows that it belongs to. All shares of all partials form one list. A warp
+that has combined a share takes a ticket for the next one. It waits until all partials of the rows have been announced,
+and adds them in key order. The warp that combines a share therefore never changes a bit.
+
+Slots of partials are reused in epochs as in ``partials.py``. If a later partial needs the slots, they become free when
+all shares have been combined. There is no circular wait, for three reasons:
+* Work tiles and shares are handed out in the order of their lists.
+* A share waits only for partials that come before the partials of the next rows.
+* A partial waits for a slot of rows that come before its own rows. This holds because the ring holds more than the
+  partials of one request and of one round of all CTAs. The partials of the last round wait for shares that are combined
+  beside work tiles.
 """
 
 from dataclasses import dataclass
@@ -51,30 +53,32 @@ from hopwell.kernels.parts.rows.softmax import combined, largest_of_lane
 SUBTILE_BYTES, SUBTILE_COLUMNS = LANES * copy.VECTOR_BYTES, CORE_MATRIX_ROWS * RowFragment.lanes_per_row
 READY = SHARE[0]
 NO_SHARE = (1 << 31) - 1
-SCALES = 2  # where the inverse scales of the halves of a row lie in its statistics
+SCALES = 2  # index of the inverse scales of a row's two halves in its statistics
 WARPS_TICKET, SHARES_TICKET = 4, 8  # bytes from the first ticket
 
 
 @dataclass(frozen=True)
 class RowPartials(DeviceStruct):
-    """The partials of some rows: one for each chunk."""
+    """The partials of some rows, one per chunk."""
 
     first: Int32
-    step: Int32  # from a partial to that of the next chunk
+    step: Int32  # from a partial to the partial of the next chunk
     chunks: Int32
 
 
 @dataclass(frozen=True)
 class Partials(DeviceStruct):
-    """The partials of all CTAs: how one is stored, and how a share of rows is combined. Called by whole warps."""
+    """The partials of all CTAs, with the store of a partial and the combine of a row share. Called by whole warps."""
 
     slots: Slots
-    loads: tuple[tuple[int, int], ...]  # partials, and subtiles of each, under way in a lane: few partials, more, many
+    loads: tuple[tuple[int, int], ...]  # (partials, subtiles of each) in flight per lane: few, more, many partials
 
     @cute.jit
     def store(self, partial_id, output, r: cutlass.Constexpr[int], reference, total, warp_row, half) -> None:
-        """Store row r of a warp's accumulators, which are half of a partial's columns, in 16 bits, as they lie in
-        registers. :meth:`_combine_band` says where an element is."""
+        """Store row r of a warp's accumulators in 16 bits, in register order.
+
+        The accumulators are half of a partial's columns. :meth:`_combine_band` describes the place of each element.
+        """
         largest = cute.arch.warp_reduction_max(largest_size(output, r), threads_in_group=output.lanes_per_row)
         scale, inverse = partial_scale(largest)
         subtiles = self._subtiles_of_band
@@ -96,14 +100,14 @@ class Partials(DeviceStruct):
         return self.slots.columns // (2 * SUBTILE_COLUMNS)
 
     def _band(self, warp_row, r, half):
-        """Return the number of a band among those of a partial."""
+        """Return the index of a band in its partial."""
         return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
     def _combine_subtiles(
         self, subtiles: tuple, partials: RowPartials, rows: PackedRows, dtype: cutlass.Constexpr
     ) -> None:
-        """Combine (first subtile, end) of rows that have these partials."""
+        """Combine ``subtiles`` (first, end) of rows with these partials."""
         of_band, (begin, end) = self._subtiles_of_band, subtiles
         for band in cutlass.range(begin // of_band, (end + (of_band - 1)) // of_band, unroll=1):
             low, high = cutlass.max(begin, band * of_band), cutlass.min(end, (band + 1) * of_band)
@@ -111,7 +115,7 @@ class Partials(DeviceStruct):
             self._combine_band_of(self.loads, band, own, partials, rows, dtype)
 
     def _share_subtiles(self, share, shares, rows: PackedRows) -> tuple:
-        """Return the (first subtile, end) of one of the equal ``shares`` of rows."""
+        """Return (first subtile, end) of one of ``shares`` equal shares of the rows."""
         bands = (rows.count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2)
         return tuple(quotient(bands * self._subtiles_of_band * (share + i), shares) for i in range(2))
 
@@ -125,8 +129,7 @@ class Partials(DeviceStruct):
         rows: PackedRows,
         dtype: cutlass.Constexpr,
     ) -> None:
-        """Combine subtiles of a band with the first of these ``loads`` that take all partials at once, or with the
-        last."""
+        """Combine subtiles of a band with the first of ``loads`` that takes all partials at once, or with the last."""
         (partials_at_once, subtiles_at_once), *rest = loads
         if const_expr(len(rest) > 0):
             if partials.chunks > partials_at_once:
@@ -148,8 +151,11 @@ class Partials(DeviceStruct):
         rows: PackedRows,
         dtype: cutlass.Constexpr,
     ) -> None:
-        """Combine subtiles [begin, end) of a band. A band is 8 rows of half of the columns, a subtile 32 columns of it:
-        a row for four lanes, two columns each of four accumulator blocks for a lane."""
+        """Combine subtiles [begin, end) of a band.
+
+        A band is 8 rows of half of the columns. A subtile is 32 columns of a band: four lanes share a row, and each
+        lane has two columns of each of four accumulator blocks.
+        """
         slots, lane, lanes = self.slots, cute.arch.lane_idx(), RowFragment.lanes_per_row
         chunks = partials.chunks
         half, r, warp = band % 2, band // 2 % RowFragment.rows, band // (2 * RowFragment.rows)
@@ -160,7 +166,8 @@ class Partials(DeviceStruct):
             values = [[Float32(0.0)] * CORE_MATRIX_ROWS for _ in subtiles]
             reference, total = -Float32.inf, Float32(0.0)  # the sum over this lane's partials
             for chunk in cutlass.range(0, chunks, partials_at_once, unroll=1):
-                # Each of the lanes of a row knows some of the partials. Past the last that again, which counts nothing.
+                # Each lane of a row loads the statistics of some of the partials. Indices past the last partial repeat
+                # it with weight 0.
                 mine = [chunk + lane % lanes + i for i in range(0, partials_at_once, lanes)]
                 places = [slots.place(partials.first + cutlass.min(each, chunks - 1) * partials.step) for each in mine]
                 loaded = []
@@ -168,8 +175,8 @@ class Partials(DeviceStruct):
                     partial_id = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_band
                     loaded.append([copy.load_global(partial_id + each * SUBTILE_BYTES, 4, Int32) for each in subtiles])
                 found = [copy.load_global(slots.statistics(place + row, PARTIAL), STATISTICS) for place in places]
-                # Partials are added as many at a time as a row has lanes, however many are under way, and roundings are
-                # spelled out: another warp would find other bits.
+                # Partials are added in groups of one per lane of a row, regardless of the number in flight. Roundings
+                # are explicit. Otherwise another warp would produce other bits.
                 for nth in cutlass.range_constexpr(len(mine)):
                     if chunk + nth * lanes < chunks:
                         its_chunk, (seen, its_total, *scales) = mine[nth], found[nth]
@@ -203,20 +210,22 @@ class Partials(DeviceStruct):
 
 @dataclass(frozen=True)
 class RowShares(Partials):
-    """Partials whose shares are handed out to whichever warp has time for them."""
+    """Row shares that any free warp takes by tickets."""
 
     @cute.jit
     def wait_free(self, tile) -> None:
-        """Return when the work tile's partial, if it is one, may be written."""
-        # In their first epoch all slots are free.
+        """Return when the work tile's partial, if it has one, may be written."""
+        # All slots are free in their first epoch.
         if tile.partial_id >= self.slots.slots and tile.chunks > 1 and cute.arch.lane_idx() == 0:
             self.slots.wait_free((tile.partial_id, tile.first_partial))
         cute.arch.sync_warp()
 
     @cute.jit
     def announce(self, tile, group) -> None:
-        """The work tile's partial, if it is one, has been written, visibly to this warp: when it was the last of its
-        rows, all of their shares are ready."""
+        """Announce the work tile's partial, if it has one, after its stores are visible to this warp.
+
+        The last partial of its rows makes all of their shares ready.
+        """
         if tile.chunks > 1:
             slots, first, of_chunk = self.slots, tile.first_partial, tile.tiles_of_chunk
             if cute.arch.lane_idx() == 0:
@@ -230,8 +239,10 @@ class RowShares(Partials):
 
     @cute.jit
     def run(self, partials, others, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
-        """Combine shares until those of all ``partials`` have been handed out, but leave the last ``others`` partials
-        to warps that combine faster."""
+        """Combine shares until the shares of all ``partials`` have been handed out.
+
+        The last ``others`` partials are left to warps that combine faster.
+        """
         own_end = (partials - others) * SHARES
         share = self._ticket(own_end)
         while share < partials * SHARES:
@@ -242,7 +253,7 @@ class RowShares(Partials):
 
     @cute.jit
     def _ticket(self, end):
-        """Draw the next place in the list of shares; past all of them where it is ``end`` already."""
+        """Draw the next place in the list of shares, or NO_SHARE if the next place is already at or past ``end``."""
         ticket = Int32(NO_SHARE)
         if cute.arch.lane_idx() == 0 and end > 0:
             tickets = self.slots.tickets + SHARES_TICKET
@@ -264,7 +275,7 @@ class RowShares(Partials):
     def _combine(
         self, partial_id, part, partials, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr
     ) -> None:
-        """Share ``part`` of those that come with a partial."""
+        """Combine share ``part`` of the shares of a partial."""
         slots = self.slots
         token, first_row, count, chunk, chunks, of_chunk = (
             load_relaxed(slots.counter(k, partial_id)) for k in SHARE[1:]
@@ -274,7 +285,7 @@ class RowShares(Partials):
         shares = chunks * SHARES
         subtiles = self._share_subtiles(chunk * SHARES + part, shares, rows)
         self._combine_subtiles(subtiles, RowPartials(first, of_chunk, chunks), rows, dtype)
-        # Nobody wants the slots of the last partials again, and to say that they are free takes 1500 cycles.
+        # No partial reuses the slots of the last partials, and a store that frees them takes 1500 cycles.
         if first + slots.slots < partials:
             cute.arch.sync_warp()  # all lanes have read
             if self._is_last(GROUPS_THERE, first, shares):
@@ -284,8 +295,10 @@ class RowShares(Partials):
 
     @cute.jit
     def _is_last(self, kind: cutlass.Constexpr[int], first, count):
-        """Count one more of ``count`` in the slot of their ``first``, and say whether it was the last; then the counter
-        is zero again, and what the others did before is visible."""
+        """Count one of ``count`` in the slot of the partial ``first``, and return whether it was the last.
+
+        The last one resets the counter to zero, and everything that the others did before is visible to it.
+        """
         last = Int32(0)
         if cute.arch.lane_idx() == 0:
             last = count_one(self.slots.counter(kind, first), count)
@@ -296,8 +309,10 @@ class RowShares(Partials):
 
     @cute.jit
     def hand_back(self, warps, partials) -> None:
-        """The last of all ``warps`` that combine leaves every counter at zero, as the next launch wants to find it.
-        There were so many ``partials``."""
+        """Reset every counter to zero in the last of all ``warps`` that combine, as the next launch expects.
+
+        ``partials`` is the number of all partials.
+        """
         last = Int32(0)
         if cute.arch.lane_idx() == 0:
             last = count_one(self.slots.tickets + WARPS_TICKET, warps)
@@ -312,7 +327,7 @@ class RowShares(Partials):
 
 
 def largest_size(output, r: int):
-    """Return the size of the largest element of row r of accumulators, in this lane."""
+    """Return the magnitude of this lane's largest element of row r of accumulators."""
     return _magnitude(largest_of_lane(output, r, True))
 
 
@@ -325,8 +340,10 @@ def _magnitude(value, *, loc=None, ip=None):
 
 @dsl_user_op
 def partial_scale(largest, *, loc=None, ip=None):
-    """Return the power of two that brings ``largest`` of a half row between 2^14 and 2^15, and its inverse; 1 for
-    infinity."""
+    """Return the power of two that scales ``largest`` of a half row to [2^14, 2^15), and its inverse.
+
+    For infinity it returns 1.
+    """
     return cute.arch.inline_ptx(
         "{ .reg .b32 e; .reg .pred p; mov.b32 e, {$r0}; and.b32 e, e, 0x7f800000; setp.eq.b32 p, e, 0x7f800000; "
         f"selp.b32 e, {141 << 23}, e, p; max.u32 e, e, {15 << 23}; "

@@ -1,21 +1,21 @@
-"""What decode with few rows has computed of a line's leaves, combined as a binary tree.
+"""Binary-tree combine of stream-K decode with few rows: the results of a line's leaves become its output.
 
-Sums of floating-point numbers depend on their order. So that no result depends on which CTA computed which leaves, a
-line's leaves are combined as a tree in which every leaf has its place: the node at level k and index i is the combine
-of nodes 2 i and 2 i + 1 at level k - 1; where the line has no right one it is the left one alone. The last leaf's node
-rises to the root, and that is the result.
+Sums of floating-point numbers depend on their order. A line's leaves are therefore combined as a tree in which every
+leaf has a fixed place. The result then does not depend on the CTAs that computed the leaves. The node at level k and
+index i is the combine of nodes 2 i and 2 i + 1 at level k - 1. If the line has no right node, it is the left node
+alone. The last leaf's node rises to the root, and the root is the result.
 
-Leaves are numbered from right to left of the keys; here left is the lower number. A CTA combines from left to right: a
-node waits at its level until the one to its right has come. What has to wait for a
-leaf that another CTA has is left in memory, at most two nodes of each level of a range.
+Leaves are numbered from right to left of the keys; in the tree, left is the lower number. A CTA combines from left to
+right: a node waits at its level until its right neighbour has come. A node that has to wait for another CTA's leaf is
+left in global memory, at most two nodes per level of a range.
 
-These are combined sixteen at a time, those of many columns four. A fan-in group has as many slots, one for each of so
-many subtrees of a line (see ``ranges.py``), or for fan-in groups of the fan-in level below; a node may fill several at
-once. Whoever fills the last one combines them, in the order of the tree, and fills a slot of the fan-in level above: so
-combining goes on beside all else, and after the last leaf of a line it takes one round to three, nodes of many columns
-up to five.
+Nodes in memory are combined in fan-in groups of sixteen, or four for nodes of many columns. Each slot of a fan-in group
+holds a subtree of a line (see ``stream_k.py``) or a fan-in group of the fan-in level below. A node may fill several
+slots at once. The CTA that fills the last slot combines them in tree order, and fills a slot of the fan-in level above.
+Combining thus overlaps all other work. After the last leaf of a line it takes one to three rounds, or up to five for
+nodes of many columns.
 
-A warpgroup holds a node in registers, each thread the same elements of every node, and writes it as it lies in them.
+A warpgroup holds a node in registers, each thread the same elements of every node, and stores it in register order.
 """
 
 from dataclasses import dataclass
@@ -41,25 +41,28 @@ from hopwell.kernels.parts.core.device import (
 from hopwell.kernels.parts.core.warp_mma import QUAD
 from hopwell.kernels.parts.partition.stream_k import StreamKTile
 
-VECTOR_BYTES = 16  # of what a thread moves at a time: four elements, or reference and sum of two rows
-COUNT_BITS = 8  # of a fan-in group's counter; those above say in which slots nodes begin
-NODES_AT_ONCE = 8  # that a warpgroup loads, while a thread has few vectors of each; half as many of larger ones
+VECTOR_BYTES = 16  # per access of a thread: four elements, or reference and sum of two rows
+COUNT_BITS = 8  # of a fan-in group's counter; the bits above mark the slots in which nodes begin
+NODES_AT_ONCE = 8  # loads of a warpgroup in flight for nodes of few vectors per thread; half for larger nodes
 FEW_VECTORS = 4
-PASS_VECTORS = 8  # of the output in a thread, at most: nodes of many columns are combined in passes over their columns
+PASS_VECTORS = 8  # maximum of output vectors per thread; nodes of many columns are combined in passes over columns
 
 
 @dataclass(frozen=True)
 class Node(DeviceStruct):
-    """A thread's part of a node, in registers. Those of the output are as :class:`ColumnFragment` has them: four at a
-    time belong to two rows by turns, and the next four to the next two."""
+    """A thread's part of a node, in registers.
+
+    The order is the order of :class:`ColumnFragment`: each four elements alternate between two rows, and the next four
+    belong to the next two rows.
+    """
 
     output: Any  # float32 in registers
-    reference: Any  # of each row, an exponent of 2; -inf without any key
-    total: Any  # of each row: the sum of exponentials of this warp's keys
+    reference: Any  # per row, an exponent of 2; -inf without any key
+    total: Any  # per row: the sum of exponentials of this warp's keys
 
     @staticmethod
     def of(output, tile_rows: int) -> "Node":
-        """Return a node whose output is in these registers; references and sums get new registers."""
+        """Return a node whose output is in these registers. References and sums get new registers."""
         return Node(output, *[cute.make_rmem_tensor(tile_rows // QUAD, Float32) for _ in range(2)])
 
     @property
@@ -73,7 +76,7 @@ class Node(DeviceStruct):
         self.total.fill(0.0)
 
     def vectors(self) -> list:
-        """Return what this thread stores of the node: four elements at a time, then (references, sums) of two rows."""
+        """Return the vectors that this thread stores: the output in fours, then (references, sums) of two rows each."""
         vectors = [[self.output[i + c] for c in range(4)] for i in range(0, cute.size(self.output), 4)]
         return vectors + [
             [part[r + c] for part in (self.reference, self.total) for c in range(2)] for r in self._pairs()
@@ -91,15 +94,17 @@ class Node(DeviceStruct):
         return range(0, self.rows, 2)
 
     def add_left(self, vectors: list) -> None:
-        """Combine with the node to the left."""
+        """Combine this node with the node to its left, given as ``vectors``."""
         self.assign(joined(vectors, self.vectors(), len(self._pairs())))
 
 
 @cute.jit
 def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -> list:
-    """Return the combine of two nodes as :meth:`Node.vectors` has them, with ``pairs`` of rows; the left one where the
-    right one is not ``there``. Roundings are spelled out: the compiler would choose them anew for each copy of this
-    code."""
+    """Return the combine of two nodes in the format of :meth:`Node.vectors`, with ``pairs`` pairs of rows.
+
+    If the right node is not ``there``, this is the left one. Roundings are explicit: otherwise the compiler would
+    choose them anew for each copy of this code.
+    """
     outputs = len(left) - pairs
     statistics, weights = [], []
     for p in cutlass.range_constexpr(pairs):
@@ -128,11 +133,11 @@ def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -
 
 @dataclass(frozen=True)
 class LeftNodes(DeviceStruct):
-    """The nodes that a CTA has left of a segment: lane i of each warp knows the i-th."""
+    """The nodes that a CTA has left in memory for a segment. Lane i of each warp holds the i-th node."""
 
     count: Int32
     level: Int32
-    leaf: Int32  # the first one, in the line
+    leaf: Int32  # the node's first leaf, in the line
 
     @staticmethod
     def none() -> "LeftNodes":
@@ -146,11 +151,11 @@ class LeftNodes(DeviceStruct):
 
 @dataclass(frozen=True)
 class FanInGroup(DeviceStruct):
-    """Neighbouring nodes in memory that are combined at a time: 2^bits slots, or fewer at the end of a line."""
+    """Neighbouring nodes in memory that are combined together: 2^bits slots, or fewer at the end of a line."""
 
-    line: StreamKTile  # a segment of it
+    line: StreamKTile  # a segment of the line
     fan_in_level: Int32
-    first: Int32  # subtree
+    first: Int32  # first subtree
     bits: int
 
     @staticmethod
@@ -160,17 +165,17 @@ class FanInGroup(DeviceStruct):
 
     @property
     def slots(self):
-        """Say how many slots the fan-in group has."""
+        """Number of slots of the fan-in group."""
         return cutlass.min(((self.subtrees - 1 - self.first) >> (self.bits * self.fan_in_level)) + 1, 1 << self.bits)
 
     @property
     def subtrees(self):
-        """Say how many subtrees the line has."""
+        """Number of subtrees of the line."""
         return ((self.line.leaves - 1) >> self.line.shift) + 1
 
     @property
     def is_output_tile(self):
-        """Tell whether the fan-in group is all of the line."""
+        """Whether the fan-in group covers the whole line."""
         return (self.first == 0) & (self.subtrees <= (Int32(1) << (self.bits * (self.fan_in_level + 1))))
 
     def slot_of(self, subtree):
@@ -185,21 +190,21 @@ class FanInGroup(DeviceStruct):
 
 @dataclass(frozen=True)
 class Tree(DeviceStruct):
-    """Where nodes lie, and how they are combined into larger ones. Called by whole warpgroups."""
+    """Storage of nodes, and their combination into larger nodes. Called by whole warpgroups."""
 
-    shared: Int32  # address of the first level, or of where nodes are handed over
-    results: Int32  # shared address of what a count has found, for every lane of a warp
+    shared: Int32  # shared address of the first level, or of the node handed over
+    results: Int32  # shared address of the results of a count, for every lane of a warp
     scratch: Int64
-    counters: Int64  # address of those of fan-in groups
+    counters: Int64  # address of the counters of fan-in groups
     geometry: DecodeGeometry
-    smem_levels: int  # of the tree that are in shared memory, or the first one in registers
+    smem_levels: int  # tree levels in shared memory, or the first level in registers
     rows: int  # of a tile
     columns: int
-    held: Node | None = None  # the first level in registers
+    held: Node | None = None  # the first level, if it is in registers
 
     @staticmethod
     def create(a: Addresses, g: DecodeGeometry, shared, results, *sizes: int) -> "Tree":
-        """Make the tree; ``sizes`` are the levels that are near, rows, and columns."""
+        """Return the tree; ``sizes`` are the number of shared-memory levels, rows and columns."""
         aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
         return Tree(shared, results, aligned, a.tickets + 4 * TICKETS, g, *sizes)
 
@@ -215,20 +220,20 @@ class Tree(DeviceStruct):
     def thread(self):
         return cute.arch.thread_idx()[0] % WARPGROUP
 
-    # A thread's vectors of a node: those of the output side by side with those of other threads; references and sums,
-    # which the lanes with the same rows all know, once for each warp.
+    # A thread's vectors of a node: output vectors are adjacent to the vectors of other threads. References and sums,
+    # which all lanes with the same rows hold, are stored once per warp.
 
     def _vectors(self) -> int:
-        """Say how many vectors of the output a thread has."""
+        """Return the number of output vectors of a thread."""
         return (self._node_bytes - self._pairs * VECTOR_BYTES * QUAD * WARPS) // (WARPGROUP * VECTOR_BYTES)
 
     @property
     def _pairs(self) -> int:
-        """Say how many pairs of rows a lane has."""
+        """Number of row pairs of a lane."""
         return self.rows // (2 * QUAD)
 
     def _places(self) -> list:
-        """Return where each vector of a thread lies, in bytes from the beginning of a node."""
+        """Return the byte offset of each vector of a thread from the beginning of a node."""
         output = [(j * WARPGROUP + self.thread) * VECTOR_BYTES for j in range(self._vectors())]
         first = self._vectors() * WARPGROUP * VECTOR_BYTES
         in_warp = self.thread // LANES * QUAD + self.thread % QUAD
@@ -240,7 +245,7 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def _load(self, address, outputs: cutlass.Constexpr[range | None] = None) -> list:
-        """Load what this thread has of a node in memory, or of its output only the vectors ``outputs``."""
+        """Load this thread's part of a node in memory. With ``outputs``, load only these vectors of its output."""
         places = self._places()
         if cutlass.const_expr(outputs is not None):
             places = [places[j] for j in outputs] + places[self._vectors() :]
@@ -252,7 +257,7 @@ class Tree(DeviceStruct):
         places = self._places()
         for j in cutlass.range_constexpr(self._vectors()):
             store(address + places[j], vectors[j])
-        # Other lanes have loaded what was there, and will load what the first ones store.
+        # Other lanes have loaded the old contents, and will load the new contents, which only the first lanes store.
         cute.arch.sync_warp()
         if cute.arch.lane_idx() < QUAD:
             for j in cutlass.range_constexpr(self._vectors(), len(places)):
@@ -264,18 +269,20 @@ class Tree(DeviceStruct):
         return self.scratch + Int64(slot) * self._node_bytes
 
     def _slot(self, line: StreamKTile, subtree):
-        """Return the slot of the node that begins with a subtree of the line. Where a line ends within a subtree, the
-        next line begins in the same place of the head list."""
+        """Return the slot of the node that begins with a subtree of the line.
+
+        If a line ends within a subtree, the next line begins in the same place of the head list.
+        """
         place = (line.output_tile_start + (subtree << line.shift)) >> line.shift
         return line.first_slot + 2 * place + (subtree == 0).to(Int32)
 
     def _gmem_level(self, level):
-        """Return the address of a far level of this CTA's: one that has no place in shared memory."""
+        """Return the address of this CTA's copy of a far level, which has no place in shared memory."""
         place = cute.arch.block_idx()[0] * Int32(self.geometry.gmem_levels) + level - self.smem_levels
         return self._node(Int32(self.geometry.slots) + place)
 
     def _smem_level(self, level) -> list:
-        """Return the node that waits at a near level: in shared memory or registers."""
+        """Return the node that waits at a near level, in shared memory or registers."""
         return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.vectors()
 
     def _keep_in_smem(self, node: Node, level) -> None:
@@ -300,7 +307,7 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def wait(self, node: Node, level) -> None:
-        """Let a node wait at its level for the one to its right."""
+        """Let a node wait at its level for the node to its right."""
         if level < self.smem_levels:
             self._keep_in_smem(node, level)
         else:
@@ -308,12 +315,12 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def leave(self, node: Node, line: StreamKTile, leaf) -> None:
-        """Leave a node in memory, which begins with ``leaf`` of the line."""
+        """Leave a node, which begins with ``leaf`` of the line, in memory."""
         self._store(self._node(self._slot(line, leaf >> line.shift)), node.vectors(), copy.store_global)
 
     @cute.jit
     def leave_waiting(self, line: StreamKTile, leaf, end, left: LeftNodes) -> LeftNodes:
-        """Leave all nodes that wait, those of leaves [leaf, end). Returns all that have been left."""
+        """Leave all waiting nodes, which cover leaves [leaf, end), and return all nodes left so far."""
         while leaf < end:
             level = bit_length(end - leaf) - 1
             target = self._node(self._slot(line, leaf >> line.shift))
@@ -327,9 +334,11 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def rise(self, node: Node, leaf, begin, leaves):
-        """Combine the node of a leaf with those to its left that wait, as far as it goes: up to where it has to wait
-        itself, or to where what it needs is of leaves before ``begin``, another CTA's, or to the root. Returns the
-        (level, index) that it has then."""
+        """Combine the node of a leaf with waiting nodes to its left, as far as possible, and return its (level, index).
+
+        The node stops rising in three cases. It has to wait itself. It needs leaves before ``begin``, which another CTA
+        has. It is the root.
+        """
         level, index, ends_line = Int32(0), leaf, leaf + 1 >= leaves
         rises = index >= 0
         while rises:
@@ -345,9 +354,12 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def combine(self, node: Node, line: StreamKTile, left: LeftNodes, meet: cutlass.Constexpr):
-        """Count what this CTA has left of a segment, visibly to this warpgroup, and combine what nothing else is
-        missing of; whether ``node`` is the root then. With ``meet`` the warpgroup meets."""
-        meet()  # all have read the results of the last combine
+        """Count the nodes that this CTA has left of a segment, and combine every fan-in group that is complete.
+
+        The nodes are visible to this warpgroup. Returns whether ``node`` is then the root. ``meet`` synchronises the
+        warpgroup.
+        """
+        meet()  # all threads have read the results of the last combine
         if self.thread < LANES:
             found = Int32(0)
             if self.thread < left.count:
@@ -386,8 +398,11 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def _fill(self, fan_in_group: FanInGroup, subtree, slots):
-        """Count a node from ``subtree`` on that fills so many slots of a fan-in group. When nothing is missing now,
-        what all others have left is visible, and a bit for each slot in which a node begins is returned, else 0."""
+        """Count a node that fills ``slots`` slots of a fan-in group from ``subtree`` on.
+
+        If the group is now complete, return one bit for each slot in which a node begins; all nodes left by others are
+        then visible. Otherwise return 0.
+        """
         slot, of_fan_in_group = fan_in_group.slot_of(subtree), fan_in_group.slots
         filled = cutlass.min(slots, of_fan_in_group - slot) + (Int32(1) << (slot + COUNT_BITS))
         place = fan_in_group.fan_in_level * Int32(self.geometry.slots) + self._slot(
@@ -402,9 +417,11 @@ class Tree(DeviceStruct):
         return found
 
     def _combined(self, fan_in_group: FanInGroup, there) -> list:
-        """Return the combine of a fan-in group's nodes; ``there`` has a bit for each slot in which one begins. The
-        first one's does, and of two equal parts of a fan-in group the left one's first does where the right one's
-        does."""
+        """Return the combine of a fan-in group's nodes; ``there`` has a bit for each slot in which a node begins.
+
+        The first slot's bit is always set. Of two equal parts of a fan-in group, the left part's first bit is set if
+        the right part's first bit is.
+        """
         passes = []
         for first in range(0, self._vectors(), PASS_VECTORS):
             vectors = range(first, min(first + PASS_VECTORS, self._vectors()))
@@ -413,7 +430,7 @@ class Tree(DeviceStruct):
         return side_by_side(passes, self._pairs)
 
     def _of_slots(self, fan_in_group: FanInGroup, there, first: int, count: int, at_once: int, vectors: range) -> list:
-        """Combine these ``vectors`` of ``count`` slots from ``first`` on, and load ``at_once`` slots at a time."""
+        """Combine these ``vectors`` of ``count`` slots from ``first`` on, with ``at_once`` slots loaded at a time."""
         if count > at_once:
             half = count // 2
             left = self._of_slots(fan_in_group, there, first, half, at_once, vectors)
@@ -436,7 +453,7 @@ class Tree(DeviceStruct):
 
 
 def side_by_side(passes: list[list], pairs: int) -> list:
-    """Return the node whose parts are ``passes``, each of which has the statistics of ``pairs`` of rows at its end."""
+    """Return the node whose parts are ``passes``. Each pass ends with the statistics of ``pairs`` row pairs."""
     return [vector for vectors in passes for vector in vectors[:-pairs]] + passes[-1][-pairs:]
 
 
@@ -446,5 +463,5 @@ def _has(there, slot: int):
 
 @cute.jit
 def _subtree_of(fan_in_group: FanInGroup, there, slot: cutlass.Constexpr[int]):
-    """Return the subtree of a slot, or of the first one, which is always there."""
+    """Return the subtree of a slot if a node begins there, else the subtree of the first slot, which always has one."""
     return fan_in_group.block_of(Int32(slot) if _has(there, slot) else Int32(0))

@@ -1,5 +1,7 @@
-"""Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. They are one source for every arch that
-has TMA."""
+"""Data movement: TMA boxes, swizzled shared memory, 16-byte accesses and packing.
+
+One source serves every architecture that has TMA.
+"""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint16, Uint32, const_expr
@@ -12,11 +14,11 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts.core.device import shared_address
 
-VECTOR_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
+VECTOR_BYTES = 16  # bytes per access of a lane to shared memory, registers and global memory
 SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its vectors are permuted by the row number mod 8
-ATOM_ROWS = 8  # of a swizzle atom: the permutation repeats after them, in the swizzles of 64 and 32 bytes as well
+ATOM_ROWS = 8  # rows of a swizzle atom: the permutation repeats after them, also with 64 and 32 bytes
 SWIZZLE_ATOM_BYTES = ATOM_ROWS * SWIZZLE_ROW_BYTES  # tiles are aligned to this
-# Upper halves of the cache policies that createpolicy.fractional gives, as CUTLASS has them in TMA::CacheHintSm90.
+# Upper halves of the cache policies of createpolicy.fractional, as in CUTLASS's TMA::CacheHintSm90.
 EVICT_NORMAL, EVICT_FIRST = 0x10000000, 0x12F00000
 VECTORS_PER_ROW = SWIZZLE_ROW_BYTES // VECTOR_BYTES
 
@@ -29,11 +31,11 @@ _ATOMS = {
 
 
 def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *, columns_first: bool = False):
-    """Shared-memory layout with the 128-byte swizzle, made of atoms of 8 rows by 64 16-bit columns; rows of 64 or 32
-    bytes have the swizzle of as many, so that they leave nothing empty.
+    """Shared-memory layout with the 128-byte swizzle, made of atoms of 8 rows by 64 16-bit columns.
 
-    Atoms lie row after row, so that a column block is [rows, 128 bytes], or, ``columns_first``, all column blocks of 8
-    rows lie together, so that 8 rows are one partial of memory.
+    Rows of 64 or 32 bytes use the 64- or 32-byte swizzle, so that no space is empty. By default, atoms follow each
+    other row after row, so that a column block is [rows, 128 bytes]. With ``columns_first``, all column blocks of 8
+    rows are adjacent, so that 8 rows are contiguous in memory.
     """
     atom = warpgroup.make_smem_layout_atom(_ATOMS[row_bytes(columns * dtype.width // 16)], dtype)
     shape = (rows, columns) if stages is None else (rows, columns, stages)
@@ -42,28 +44,29 @@ def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *
 
 
 def row_bytes(columns: int) -> int:
-    """Return the bytes of a row of a column block in a stage of :func:`swizzled_layout` with so many 16-bit columns."""
+    """Return the bytes of a row of a column block in a stage of :func:`swizzled_layout`; columns have 16 bits."""
     return min(HALFWORD_BYTES * columns, SWIZZLE_ROW_BYTES)
 
 
 def column_blocks(columns: int) -> int:
-    """Say how many column blocks so many 16-bit columns are."""
+    """Return the number of column blocks of ``columns`` 16-bit columns."""
     return max(columns // BLOCK_COLUMNS, 1)
 
 
 def block_row(row, block, rows: int, columns: int, columns_first: bool):
-    """Return where row ``row`` of column block ``block`` lies in a stage of :func:`swizzled_layout`, in
-    :func:`row_bytes`."""
+    """Return the index of row ``row`` of column block ``block`` in a stage of :func:`swizzled_layout`.
+
+    The unit is a row of :func:`row_bytes` bytes.
+    """
     if const_expr(columns_first):
         return (row // ATOM_ROWS * column_blocks(columns) + block) * ATOM_ROWS + row % ATOM_ROWS
     return block * rows + row
 
 
 def tile_vector(stage, row, vector, rows: int, columns: int, columns_first: bool):
-    """Return the address of a row's vector in a stage of :func:`swizzled_layout`; ``columns`` counts
-    halfwords."""
+    """Return the address of a row's vector in a stage of :func:`swizzled_layout`; ``columns`` counts halfwords."""
     block, place = vector // VECTORS_PER_ROW, vector % VECTORS_PER_ROW
-    # Where a row lies, it has the same number modulo the swizzle's period as in the tile.
+    # The index of a row in memory equals its index in the tile modulo the period of the swizzle.
     return swizzled_vector(stage, block_row(row, block, rows, columns, columns_first), place)
 
 
@@ -77,9 +80,10 @@ def tma_descriptor(atom, *, loc=None, ip=None):
 
 @dsl_user_op
 def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=None, ip=None) -> None:
-    """Load one TMA box into shared memory, which completes on ``barrier`` by bytes. Issued by every active lane.
+    """Load one TMA box into shared memory, with completion on ``barrier`` by bytes. Issued by every active lane.
 
-    ``policy`` is EVICT_NORMAL, or EVICT_FIRST for what is first to leave the L2 cache; None as the former.
+    ``policy`` is the L2 policy: EVICT_NORMAL, or EVICT_FIRST for data that leaves the cache first. None means
+    EVICT_NORMAL.
     """
     operands = ", ".join(f"{{$r{3 + i}}}" for i in range(len(coordinates)))
     hint, value = (".L2::cache_hint", f", {{$r{3 + len(coordinates)}}}") if policy is not None else ("", "")
@@ -100,7 +104,7 @@ def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=
 
 @dsl_user_op
 def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
-    """Issue a cp.async of 16 bytes from global to shared memory, or of 16 zeros."""
+    """Issue a cp.async of 16 bytes from global to shared memory, or of 16 zero bytes if not ``wanted``."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
         read_only_args=[destination, source, wanted.to(Int32) * VECTOR_BYTES],
@@ -111,7 +115,7 @@ def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> Non
 
 @dsl_user_op
 def async_word_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
-    """Issue a cp.async of 4 bytes from global to shared memory, or of 4 zeros."""
+    """Issue a cp.async of 4 bytes from global to shared memory, or of 4 zero bytes if not ``wanted``."""
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
         read_only_args=[destination, source, 4 if wanted is True else wanted.to(Int32) * 4],
@@ -122,7 +126,7 @@ def async_word_or_zero(destination, source, wanted, *, loc=None, ip=None) -> Non
 
 @dsl_user_op
 def store_shared_zero(address, *, loc=None, ip=None) -> None:
-    """Store 16 bytes of zeros in shared memory."""
+    """Store 16 zero bytes to shared memory."""
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, Int32(0)], loc=loc, ip=ip
     )
@@ -130,7 +134,7 @@ def store_shared_zero(address, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def store_matrix_x4(address, words, *, loc=None, ip=None) -> None:
-    """Store four 8x8 matrices of 16-bit elements (stmatrix); lane l gives the address of row l % 8 of matrix l // 8."""
+    """Store four 8x8 matrices of 16-bit elements (stmatrix). Lane l gives the address of row l % 8 of matrix l // 8."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *words],
@@ -141,7 +145,7 @@ def store_matrix_x4(address, words, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> list:
-    """Load four 8x8 matrices of 16-bit elements (ldmatrix); lane l gives the address of row l % 8 of matrix l // 8."""
+    """Load four 8x8 matrices of 16-bit elements (ldmatrix). Lane l gives the address of row l % 8 of matrix l // 8."""
     kind = "trans.shared" if transposes else "shared"
     return cute.arch.inline_ptx(
         f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
@@ -153,14 +157,15 @@ def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> l
 
 
 def swizzled_vector(rows, row, vector, size: int = SWIZZLE_ROW_BYTES):
-    """Return the address of a vector of a row of ``size`` bytes: vectors are permuted so that no access pattern
-    meets a conflict."""
+    """Return the swizzled address of a vector in a row of ``size`` bytes. The permutation avoids bank conflicts."""
     return rows + row * size + permuted(row, vector, size) * VECTOR_BYTES
 
 
 def permuted(row, vector, size: int = SWIZZLE_ROW_BYTES):
-    """Return where a vector lies in its row of ``size`` bytes: the hardware permutes by the number of the 128 bytes
-    that the row is in."""
+    """Return the position of a vector in its row of ``size`` bytes.
+
+    The hardware permutes by the index of the 128-byte row that contains the row.
+    """
     shift = (SWIZZLE_ROW_BYTES // size).bit_length() - 1
     swizzle_row = row >> shift if const_expr(shift > 0) else row
     return vector ^ (swizzle_row & (size // VECTOR_BYTES - 1))
@@ -183,7 +188,7 @@ def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
 
 @dsl_user_op
 def load_bytes(address, count: int, *, loc=None, ip=None):
-    """Load one, two or four bytes from shared memory, as the lowest ones of a word."""
+    """Load one, two or four bytes from shared memory into the low bytes of a word."""
     return cute.arch.inline_ptx(
         f"ld.shared.u{8 * count} {{$w0}}, [{{$r0}}];",
         write_only_types=[Uint32],
@@ -195,7 +200,7 @@ def load_bytes(address, count: int, *, loc=None, ip=None):
 
 @dsl_user_op
 def store_shared(address, words, *, loc=None, ip=None) -> None:
-    """Store one, two or four words in shared memory."""
+    """Store one, two or four words to shared memory."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     vector, operands = (f".v{len(words)}", f"{{{operands}}}") if len(words) > 1 else ("", operands)
     cute.arch.inline_ptx(
@@ -205,7 +210,7 @@ def store_shared(address, words, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def store_global(address, words, *, loc=None, ip=None) -> None:
-    """Store two or four words in global memory."""
+    """Store two or four words to global memory."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
         f"st.global.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
@@ -233,7 +238,7 @@ def pack_x2(dtype, low, high, *, loc=None, ip=None):
 
 @dsl_user_op
 def pack_e4m3_x2(low, high, *, loc=None, ip=None):
-    """Round two float32 values to nearest even, or to the largest finite value, and pack them into 16 bits."""
+    """Round two float32 values to e4m3 (nearest even, saturating at the largest finite value), packed into 16 bits."""
     return cute.arch.inline_ptx(
         "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};",
         write_only_types=[Uint16],
@@ -245,7 +250,7 @@ def pack_e4m3_x2(low, high, *, loc=None, ip=None):
 
 @dsl_user_op
 def pack_e4m3_x4(values, *, loc=None, ip=None):
-    """Round four float32 values to nearest even, or to the largest finite value, and pack them into 32 bits."""
+    """Round four float32 values to e4m3 (nearest even, saturating at the largest finite value), packed into 32 bits."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
@@ -266,12 +271,12 @@ def store_rounded(address, values, dtype) -> None:
 
 
 QUAD = 4  # lanes that hold a row of accumulators
-CORE_MATRIX_ROWS = 8  # elements of 16 bits that a lane stores and loads at a time
+CORE_MATRIX_ROWS = 8  # 16-bit elements per store or load of a lane
 
 
 @cute.jit
 def transpose_quad(words) -> list:
-    """Transpose four words of each lane of a quad: lane q gets word q of every lane, in the order of the lanes."""
+    """Transpose four words of each lane of a quad: lane q gets word q of every lane, in lane order."""
     lane = cute.arch.lane_idx()
     odd, upper = lane % 2 == 1, lane % QUAD >= 2
     sent = [words[0] if odd else words[1], words[2] if odd else words[3]]
@@ -312,7 +317,7 @@ def unpack_bf16_x2(word, *, loc=None, ip=None):
 
 @dsl_user_op
 def load_global(address, count: int, dtype=Float32, *, loc=None, ip=None):
-    """Load two or four words that another SM may have written: past the L1 cache, which does not know of that."""
+    """Load two or four words that another SM may have written. The load bypasses L1, which is not coherent."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))
     return cute.arch.inline_ptx(
         f"ld.global.cg.v{count}.b32 {{{operands}}}, [{{$r0}}];",

@@ -1,4 +1,4 @@
-"""Small things every device part needs: structs that survive the DSL's loops, and access through raw addresses."""
+"""Device-side basics for all parts: structs that survive the DSL's loops, and access through raw addresses."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -16,8 +16,8 @@ from hopwell.kernels.hardware import WARPS
 class DeviceStruct:
     """Base of dataclasses that hold traced values.
 
-    The DSL carries an object through a traced loop or branch only if it can take the object apart into values and put
-    it together again. Fields without traced values (tile sizes, dtypes, other configuration) stay as they are.
+    The DSL carries an object through a traced loop or branch only if it can split the object into values and rebuild
+    it. Fields without traced values (tile sizes, dtypes, other configuration) are unchanged.
     """
 
     def __extract_mlir_values__(self) -> list[Any]:
@@ -35,7 +35,7 @@ class DeviceStruct:
 
 
 def _traced_values(field: Any) -> list[Any]:
-    # A dtype is a class whose instances, not itself, hold a value.
+    # A dtype is a class: its instances hold a value, the class itself does not.
     return [] if isinstance(field, type) else cutlass.extract_mlir_values(field)
 
 
@@ -60,21 +60,23 @@ def shared_address(pointer):
 
 
 def warp_in_warpgroup():
-    """Return which warp of its warpgroup this one is, the same for all of its lanes."""
+    """Return the index of this warp in its warpgroup, as a warp-uniform value."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
 
 
 @dsl_user_op
 def barrier_of_branches(barrier_id: int, threads: int, *, loc=None, ip=None) -> None:
-    """Wait at a named barrier of ``threads`` threads, whose warps may wait at different instructions. That of
-    ``cute.arch.barrier`` is aligned: all who wait for it have to be at one instruction."""
+    """Wait at a named barrier of ``threads`` threads, whose warps may wait at different instructions.
+
+    The barrier of ``cute.arch.barrier`` is aligned: all waiting threads have to be at the same instruction.
+    """
     number, count = (Int32(value).ir_value(loc=loc, ip=ip) for value in (barrier_id, threads))
     nvvm.barrier_cta_sync(number, thread_count=count, aligned=False, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
-    """Wait at a named barrier of ``threads`` threads, and tell whether ``condition`` held in all of them."""
+    """Wait at a named barrier of ``threads`` threads, and return whether ``condition`` held in all of them."""
     held = cute.arch.inline_ptx(
         "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, {$r2}, p; "
         "selp.b32 {$w0}, 1, 0, q; }",
@@ -88,8 +90,10 @@ def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
 
 @dsl_user_op
 def tied(value, other, *, loc=None, ip=None):
-    """Return ``value``, of which the compiler believes that it depends on ``other``: what is read at an address that
-    changes with the steps of a loop is not kept in registers from one step to the next."""
+    """Return ``value`` with an artificial dependence on ``other``.
+
+    If an address depends on the step of a loop, the compiler does not keep loaded values in registers between steps.
+    """
     return cute.arch.inline_ptx(
         "{ .reg .b32 unused; mov.b32 unused, {$r1}; mov.b32 {$w0}, {$r0}; }",
         write_only_types=[Int32],
@@ -101,7 +105,7 @@ def tied(value, other, *, loc=None, ip=None):
 
 @dsl_user_op
 def prmt(first, second, select: int, *, loc=None, ip=None):
-    """Return four of the eight bytes of two words, picked by the digits of ``select`` from the lowest on."""
+    """Return four of the eight bytes of two words, selected by the hex digits of ``select`` from the lowest on."""
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {select:#06x};",
         write_only_types=[Uint32],
@@ -113,7 +117,7 @@ def prmt(first, second, select: int, *, loc=None, ip=None):
 
 @dsl_user_op
 def selected(first, second, select, *, loc=None, ip=None):
-    """Return four of the eight bytes of two words, as :func:`prmt` picks them, where a register says which."""
+    """Return four of the eight bytes of two words, as :func:`prmt` does, with a selector in a register."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Uint32],
@@ -125,8 +129,11 @@ def selected(first, second, select, *, loc=None, ip=None):
 
 @dsl_user_op
 def fma(a, b, c, *, loc=None, ip=None):
-    """Return a b + c rounded once. Of ``a * b + c * d`` the compiler may round either product, and decides anew
-    wherever code is inlined; this leaves it no choice."""
+    """Return a b + c rounded once.
+
+    For ``a * b + c * d`` the compiler may round either product, and it decides anew wherever code is inlined. An
+    explicit fma leaves it no choice.
+    """
     return cute.arch.inline_ptx(
         "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Float32],
@@ -138,8 +145,11 @@ def fma(a, b, c, *, loc=None, ip=None):
 
 @dsl_user_op
 def one_when_known(a, b, c, d, *, loc=None, ip=None):
-    """Return the Int32 1, which depends on four floats: no number exceeds infinity, but the compiler does not see that,
-    and keeps what uses the 1 behind what computes them."""
+    """Return the Int32 1, with a dependence on four floats.
+
+    No number exceeds infinity, so the result is always 1. The compiler does not see that, so it keeps code that uses
+    the 1 after the code that computes the floats.
+    """
     return cute.arch.inline_ptx(
         "{\n.reg .pred p;\n.reg .f32 x, y;\nmax.f32 x, {$r0}, {$r1};\nmax.f32 y, {$r2}, {$r3};\nmax.f32 x, x, y;\n"
         "setp.gt.f32 p, x, 0f7F800000;\nselp.s32 {$w0}, 0, 1, p;\n}",
@@ -151,12 +161,12 @@ def one_when_known(a, b, c, d, *, loc=None, ip=None):
 
 
 def load_relaxed(address):
-    """Load an Int32 that other SMs write to global memory; a fence behind it shows what they released with it."""
+    """Load an Int32 that other SMs write to global memory. A later fence makes the data released with it visible."""
     return _load_ordered("relaxed", address)
 
 
 def load_acquire(address):
-    """Load an Int32 that other SMs write to global memory, and see what they released with it."""
+    """Load an Int32 that other SMs write to global memory. Data released with it is visible."""
     return _load_ordered("acquire", address)
 
 
@@ -173,13 +183,13 @@ def _load_ordered(order: str, address, *, loc=None, ip=None):
 
 @dsl_user_op
 def store_release(address, value, *, loc=None, ip=None) -> None:
-    """Store an Int32 in global memory, for whoever acquires it to see all that came before."""
+    """Store an Int32 to global memory. A thread that acquires it sees all earlier writes."""
     cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[address, value], loc=loc, ip=ip)
 
 
 @cute.jit
 def load_int(address, index, default):
-    """Int32 at ``address[index]``; ``default`` where no array was given (address 0)."""
+    """Return the Int32 at ``address[index]``, or ``default`` if there is no array (address 0)."""
     value = Int32(default)
     if address != 0:
         value = load_index(address, index)
@@ -187,14 +197,14 @@ def load_int(address, index, default):
 
 
 def load_index(address, index):
-    """Load entry ``index`` of lengths, offsets or a table. At an odd address it is the lower half of a 64-bit one."""
+    """Load entry ``index`` of lengths, offsets or a table. An odd address marks int64 entries; the low half is read."""
     is_wide = address & 1
     return global_array(Int32, address - is_wide)[index << is_wide.to(Int32)]
 
 
 @cute.jit
 def load_wide_index(address, index):
-    """Load an entry of indices as an Int64. At an odd address they are int64, else int32."""
+    """Load an entry of indices as an Int64. An odd address marks int64 entries, an even one int32."""
     value = Int64(0)
     if address & 1 != 0:
         value = global_array(Int64, address - 1)[index]
@@ -205,7 +215,7 @@ def load_wide_index(address, index):
 
 @cute.jit
 def load_sink(address, head):
-    """Load the sink of a head as float32, or return -inf without sinks. At an odd address they are bfloat16."""
+    """Load the sink of a head as float32, or return -inf without sinks. An odd address marks bfloat16 sinks."""
     sink = -Float32.inf
     if address != 0:
         if address & 1 != 0:
@@ -217,7 +227,7 @@ def load_sink(address, head):
 
 @cute.jit
 def load_float(address, index, default):
-    """Float32 at ``address[index]``; ``default`` where no array was given (address 0)."""
+    """Return the Float32 at ``address[index]``, or ``default`` if there is no array (address 0)."""
     value = Float32(default)
     if address != 0:
         value = global_array(Float32, address)[index]
@@ -225,14 +235,17 @@ def load_float(address, index, default):
 
 
 def load_scale(address, value):
-    """Return a scale that is a kernel argument times one float32 in device memory, if there is one."""
+    """Return a scale: a kernel argument, times one float32 in device memory if there is one."""
     return load_float(address, 0, 1.0) * value
 
 
 @cute.jit
 def load_output_scale(addresses, value):
-    """Load the scale of the output. It is NaN where that of scores, on the device, is negative: results would be wrong,
-    as the softmax rests on a row's largest score, which is not the largest logit then."""
+    """Load the output scale; it is NaN if the softmax scale on the device is negative.
+
+    Results would be wrong with a negative scale: the softmax relies on a row's largest score, which would then not be
+    the largest logit.
+    """
     scale = load_scale(addresses.output_scale, value)
     if load_float(addresses.softmax_scale, 0, 0.0) < 0.0:
         scale = Float32(math.nan)
@@ -240,24 +253,26 @@ def load_output_scale(addresses, value):
 
 
 def from_lane(values: Any, lane) -> Any:
-    """Return a struct of Int32 as another lane has it."""
+    """Return a struct of Int32 with the values of another lane."""
     return type(values)(*[cute.arch.shuffle_sync(Int32(v), lane) for v in cutlass.extract_mlir_values(values)])
 
 
 def bit_length(value):
-    """Return what Python's ``bit_length`` returns, of an Int32 that is not negative."""
+    """Return Python's ``bit_length`` of a non-negative Int32."""
     return 32 - cute.arch.clz(value).to(Int32)
 
 
 def quotient(number, divisor):
-    """Divide Int32 that are not negative, in fewer instructions than signed ones."""
+    """Divide non-negative Int32 values, in fewer instructions than a signed division."""
     return (number.to(Uint32) // divisor.to(Uint32)).to(Int32)
 
 
 @dataclass(frozen=True)
 class Divisor(DeviceStruct):
-    """A positive Int32 that is known before the numbers which it divides, so that most of a division is done by the
-    time that they come."""
+    """A positive Int32 divisor that is known before the dividends.
+
+    Most of the division is done by the time the dividends arrive.
+    """
 
     value: Int32
     reciprocal: Uint32  # (2^32 - 1) / value, rounded down
@@ -265,18 +280,21 @@ class Divisor(DeviceStruct):
     @staticmethod
     def of(value) -> "Divisor":
         reciprocal = Uint32(0xFFFFFFFF) // value.to(Uint32)
-        # Otherwise the compiler moves the division to where its result is needed.
+        # Without this tie the compiler moves the division to the use of its result.
         return Divisor(value, tied(reciprocal.to(Int32), value).to(Uint32))
 
     def divide(self, number):
-        """Return the quotient of an Int32 that is not negative. The product's upper half is the quotient or one less,
-        because number * (2^32 / value - reciprocal) is at most 2^31."""
+        """Return the quotient of a non-negative Int32.
+
+        The upper half of the product is the quotient or one less, because number * (2^32 / value - reciprocal) is at
+        most 2^31.
+        """
         quotient = (number.to(Uint64) * self.reciprocal.to(Uint64) >> Uint64(32)).to(Int32)
         return quotient + (number - quotient * self.value >= self.value).to(Int32)
 
 
 def trailing_zeros(value):
-    """Return how many zero bits an Int32 that is not 0 ends with."""
+    """Return the number of trailing zero bits of a nonzero Int32."""
     return 31 - cute.arch.clz(value & -value).to(Int32)
 
 

@@ -1,10 +1,10 @@
-"""A tile's elements in registers, seen as rows: which rows and columns a lane holds, and how it lays them out to store.
+"""Fragments: a tile's elements in registers as rows, with the rows and columns of each lane and the layout for stores.
 
-wgmma and mma.sync leave the same picture in a thread's registers: of every 8-column block it holds two adjacent
-columns in each of two rows that are 8 apart, and the four lanes of a quad share a row (PTX ISA, "wgmma register
-fragment D"). Row r of the view, column c: register 4 * (c // 2) + 2 * r + c % 2. That is a
-:class:`RowFragment`; of a transposed product, whose columns are the rows, a :class:`ColumnFragment`. Tensor memory is
-read and written by rows, one lane a row: a :class:`LaneRow`.
+wgmma and mma.sync accumulators have the same layout. In every 8-column block, a thread holds two adjacent columns in
+each of two rows that are 8 apart. The four lanes of a quad share a row (PTX ISA, "wgmma register fragment D"). Row r
+and column c of the view are in register 4 * (c // 2) + 2 * r + c % 2. This layout is :class:`RowFragment`. For a
+transposed product (swap-AB), whose columns are the rows, it is :class:`ColumnFragment`. Tensor memory is read and
+written by rows, one row per lane: :class:`LaneRow`.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from hopwell.kernels.parts.core.device import DeviceStruct
 @dataclass
 class Fragment(DeviceStruct):
     registers: Any  # rmem tensor of float32 values
-    columns: int  # of each row that this lane holds
+    columns: int  # columns of each row in this lane
 
     def index(self, r: int, c: int) -> int:
         """Return the register of row r of the view, column c."""
@@ -40,12 +40,12 @@ class Fragment(DeviceStruct):
 
 @dataclass
 class QuadFragment(Fragment):
-    """Rows that the four lanes of a quad share, whatever columns they hold of them."""
+    """Rows that the four lanes of a quad share, for any distribution of columns."""
 
     rows = 2
     lanes_per_row = 4
-    warp_rows = 16  # of a warp
-    pass_columns = 64  # that go through shared memory at a time
+    warp_rows = 16  # per warp
+    pass_columns = 64  # staged through shared memory in one pass
 
     @staticmethod
     def index(r: int, c: int) -> int:
@@ -53,7 +53,7 @@ class QuadFragment(Fragment):
 
     @staticmethod
     def row_offset(r: int) -> int:
-        """Return the tile row of ``r``, counted from the lane's first one."""
+        """Return the tile row of ``r``, relative to the lane's first row."""
         return 8 * r
 
     @staticmethod
@@ -63,7 +63,7 @@ class QuadFragment(Fragment):
 
     @staticmethod
     def staged_vector(staging, row, vector):
-        """Return where a vector of a row of the warp's is staged: a row of 128 bytes for each."""
+        """Return the staging address of a vector of one of the warp's rows. Each staged row has 128 bytes."""
         return copy.swizzled_vector(staging, row, vector)
 
 
@@ -71,7 +71,7 @@ class QuadFragment(Fragment):
 class RowFragment(QuadFragment):
     @staticmethod
     def column_offset(c: int) -> int:
-        """Return the tile column of ``c``, counted from the lane's first one."""
+        """Return the tile column of ``c``, relative to the lane's first column."""
         return 8 * (c // 2) + c % 2
 
     @staticmethod
@@ -79,8 +79,10 @@ class RowFragment(QuadFragment):
         return 2 * (cute.arch.lane_idx() % 4)
 
     def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
-        """Write tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory in
-        ``dtype``."""
+        """Write tile columns [begin, begin + columns) to rows of shared memory in ``dtype``.
+
+        Each row is multiplied by its factor in ``factors``.
+        """
         lane = cute.arch.lane_idx()
         for block in range(columns // 16):
             words = []
@@ -92,8 +94,10 @@ class RowFragment(QuadFragment):
             copy.store_matrix_x4(self.staged_vector(staging, lane % 16, 2 * block + lane // 16), words)
 
     def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
-        """Write tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory as
-        float32."""
+        """Write tile columns [begin, begin + columns) to rows of shared memory as float32.
+
+        Each row is multiplied by its factor in ``factors``.
+        """
         for pair in range(columns // 8):
             first = begin // self.lanes_per_row + 2 * pair
             column = 8 * pair + self.first_column()
@@ -105,19 +109,21 @@ class RowFragment(QuadFragment):
 
 @dataclass
 class SplitRowFragment(QuadFragment):
-    """Rows of which, within sixteens, the even columns come before the odd ones, as ``TransposingConverter`` leaves V:
-    of every sixteen a lane holds four neighbours. Or, in four ``parts``, within 32 columns those that are multiples of
-    4 before those that follow one, and so on: then a lane holds eight."""
+    """Rows with reordered columns: within each 16 columns, the even columns come before the odd ones.
+
+    This is V's order after ``TransposingConverter``. A lane holds four neighbouring columns of each 16. With four
+    ``parts``, each 32 columns are ordered by their index mod 4, and a lane holds eight neighbours.
+    """
 
     parts: int = 2
 
     @property
     def _order(self) -> list[int]:
-        """Say which of a lane's elements each of its neighbouring columns is."""
+        """Element index of each of a lane's neighbouring columns, in column order."""
         return [2 * (i % self.parts) + i // self.parts for i in range(2 * self.parts)]
 
     def column_offset(self, c: int) -> int:
-        """Return the tile column of ``c``, counted from the lane's first one."""
+        """Return the tile column of ``c``, relative to the lane's first column."""
         held = 2 * self.parts
         return 4 * held * (c // held) + self._order.index(c % held)
 
@@ -125,7 +131,7 @@ class SplitRowFragment(QuadFragment):
         return 2 * self.parts * (cute.arch.lane_idx() % 4)
 
     def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
-        held = 2 * self.parts  # neighbours
+        held = 2 * self.parts  # neighbouring columns
         for block in range(columns // (4 * held)):
             first = begin // self.lanes_per_row + held * block
             for r in range(self.rows):
@@ -138,10 +144,12 @@ class SplitRowFragment(QuadFragment):
 
 @dataclass
 class ColumnFragment(Fragment):
-    """Rows as the columns of 16 x 8 products, of mma.sync or of a warp's part of wgmma, the tile's columns as their
-    rows: registers of product (i, p) begin at 4 * (i * products + p), for rows 8 p to 8 p + 7 and 16 columns. These are
-    16 i to 16 i + 15, as ``column_offset`` says, of mma.sync and of a single wgmma; of several wgmma those of a
-    warpgroup's warps lie between each other."""
+    """Rows as the columns of 16 x 8 products (swap-AB): the tile's columns are the M side of the products.
+
+    The products are mma.sync, or a warp's part of wgmma. Registers of product (i, p) begin at 4 * (i * products + p),
+    for rows 8 p to 8 p + 7 and 16 columns. For mma.sync and a single wgmma, these are columns 16 i to 16 i + 15, as
+    ``column_offset`` returns. With several wgmma, the columns of a warpgroup's warps are interleaved.
+    """
 
     products: int  # side by side
 
@@ -202,11 +210,11 @@ class LaneRow(Fragment):
         return cute.arch.lane_idx()
 
     def part(self, begin: int, columns: int) -> "LaneRow":
-        """Columns [begin, begin + columns) by themselves."""
+        """Return columns [begin, begin + columns) as a separate fragment."""
         return LaneRow(self.registers, columns, self.first + begin)
 
     def words(self, begin: int, columns: int, dtype, factor=None) -> list:
-        """Columns [begin, begin + columns), times ``factor`` if given, in 16 bits, two in a word."""
+        """Return columns [begin, begin + columns) in 16 bits, two per word, multiplied by ``factor`` if given."""
         values = [self.get(0, begin + c) for c in range(columns)]
         if factor is not None:
             values = [value * factor for value in values]
@@ -221,5 +229,5 @@ class LaneRow(Fragment):
 
     @staticmethod
     def staged_vector(staging, row, vector):
-        """Return where a vector of a row is staged: two rows share a swizzled row of 128 bytes."""
+        """Return the staging address of a vector of a row. Two rows share a swizzled row of 128 bytes."""
         return copy.swizzled_vector(staging, row // 2, row % 2 * 4 + vector)

@@ -1,4 +1,4 @@
-"""What the kernels of all architectures have in common: tiles in shared memory, their edges, the warps that load."""
+"""Base of attention kernels on all architectures: shared-memory tiles, edges and load warps."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -45,23 +45,23 @@ class SharedTiles(DeviceStruct):
     k: Any
     v: Any
     staging: Any
-    loaded: tuple  # K and V as they are in memory: the tiles above, but where they are converted
-    scales: tuple  # of blocks of K and of V beside their tiles, where loaders copy them
+    loaded: tuple  # K and V as in global memory: the tiles above unless they are converted
+    scales: tuple  # block scales of K and V beside their tiles, if loaders copy them
 
 
 class AttentionKernel:
-    """Warps of their own load tiles of Q, K and V for those that multiply them."""
+    """Base kernel with dedicated warps that load tiles of Q, K and V for the multiplying warps."""
 
-    work_tile: type[WorkTile] = WorkTile  # what the scheduler publishes
+    work_tile: type[WorkTile] = WorkTile  # type of the tiles that the scheduler publishes
     work_stages = WORK_STAGES
-    staging_bytes = 0  # shared memory of each warp that stores, for itself
-    step_tiles = 1  # K and V tiles of a step
+    staging_bytes = 0  # shared memory per storing warp, for its own use
+    step_tiles = 1  # K and V tiles per step
 
     def __init__(self, config: KernelConfig):
         self.config = config
         self.tile = config.tile
         self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
-        # What TMA moves: elements of 8 bits travel two by two, as 16-bit ones of half as many columns.
+        # The element type for TMA: 8-bit elements travel in pairs, as 16-bit elements of half the number of columns.
         self.word = self.dtype if self.dtype.width == 16 else cutlass.BFloat16
         self.source = self.kv_source()
         self.edges = self._edges()
@@ -71,50 +71,50 @@ class AttentionKernel:
             )
 
     def kv_source(self) -> type[KvSource]:
-        """Choose how tiles of K and V get into shared memory."""
+        """Return the KV source: the way that tiles of K and V reach shared memory."""
         c = self.config
         boxes_of_columns = c.kv_fetch is KvFetch.PAGE_BOXES and c.columns != c.kv_dims
         return PageColumnBoxes if boxes_of_columns else SOURCES[c.kv_fetch]
 
     @property
     def shared_bytes(self) -> int:
-        """Count the bytes of shared memory of a CTA: the stages of every edge, staging for the output, barriers."""
+        """Bytes of shared memory of a CTA: the stages of every edge, staging for the output, barriers."""
         stages = sum(edge.stages * edge.stage_bytes for edge in self.edges)
         return stages + self.storing_warps * self.staging_bytes + 8 * self._barriers
 
     @property
     def _barriers(self) -> int:
-        return barrier_count(self.edges) + LOADERS  # one more each, for tiles that need zeroed rows
+        return barrier_count(self.edges) + LOADERS  # one more per loader, for tiles that need zeroed rows
 
     @property
     def q_rows(self) -> int:
-        """Say how many query rows a stage of Q has."""
+        """Query rows of a stage of Q."""
         return self.tile.m
 
     @property
     def q_box_rows(self) -> int:
-        """Say how many rows a TMA box of Q has."""
+        """Rows of a TMA box of Q."""
         return self.q_rows
 
     @property
     def storing_warps(self) -> int:
-        """Say how many warps write results."""
+        """Number of warps that write results."""
         raise NotImplementedError
 
     def _edges(self) -> tuple[Edge, ...]:
-        """Return the edges Q, K, V and work, and whatever other edges a kernel has."""
+        """Return the edges Q, K, V and work, and any other edges of the kernel."""
         raise NotImplementedError
 
     @property
     def scale_bytes(self) -> tuple[int, int]:
-        """Count the bytes of the scales of blocks that loaders copy beside a tile of K, and of V."""
+        """Bytes of the block scales that loaders copy beside a tile of K, and of V."""
         c, tile = self.config, self.tile
         if not c.copies_scales:
             return 0, 0
         return tile.n * c.kv_element.scales_of(c.head_dim_qk), tile.n * c.kv_element.scales_of(c.head_dim_v)
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Say how the edge of K or V differs where lanes copy rows."""
+        """Return the overrides for the edge of K or V if lanes copy rows."""
         return dict(producer_lanes=LANES, consumer_fences=True) if issubclass(self.source, PageRows) else {}
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
@@ -135,7 +135,7 @@ class AttentionKernel:
         return Edge("work", "schedule", "all others", self.work_stages, 1, warps, size, consumer_lanes=LANES)
 
     def _kv_atom(self, address, head_dim, heads, sizes, strides):
-        """Return the TMA atom that the KV source issues, or None where it issues none."""
+        """Return the TMA atom that the KV source issues, or None if it issues none."""
         (pages, rows), (page, head, row) = sizes, strides
         if const_expr(self.source is ContiguousBoxes):
             return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
@@ -173,8 +173,10 @@ class AttentionKernel:
         return k, v
 
     def _allocate(self, smem):
-        """Allocate the tiles, the rings of all edges but the work queue's by name, the work queue, the loaders'
-        barriers for zeroed rows."""
+        """Allocate the tiles, rings, work queue and the loaders' barriers for zeroed rows.
+
+        Rings are named after their edges. The ring of the work queue is part of the work queue.
+        """
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._work_queue_layout(), copy.VECTOR_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)
@@ -183,7 +185,7 @@ class AttentionKernel:
         return tiles, namedtuple("Rings", rings)(**rings), work_queue, barriers + barrier_count(self.edges)
 
     def _work_queue_layout(self):
-        """Slots begin on 16 bytes, so that a vector load of one never touches the next."""
+        """Return a layout whose slots are 16-byte aligned, so that a vector load of one slot never touches the next."""
         ints = self.work_tile.INTS
         return cute.make_layout((ints, self.work_stages), stride=(1, work_queue_stride(ints)))
 
@@ -211,15 +213,14 @@ class AttentionKernel:
         return SharedTiles(tensors[0], key, tensors[-1], staging, loaded=tuple(tensors[1:3]), scales=scales)
 
     def set_registers(self, wanted: int) -> None:
-        """Give the threads of this warpgroup ``wanted`` registers."""
+        """Set the registers per thread of this warpgroup to ``wanted``."""
         more = wanted > self.config.launch_registers
         change = cute.arch.setmaxregister_increase if more else cute.arch.setmaxregister_decrease
         change(wanted)
 
     @cute.jit
     def begin(self, warp, atoms, partial_barriers) -> None:
-        """Do what every kernel does first: the loaders' barriers, TMA descriptors, and waiting for the grid before
-        it."""
+        """Run the common start of every kernel: loader barriers, TMA descriptors, wait for the previous grid."""
         if cute.arch.thread_idx()[0] == 0:
             for loader in cutlass.range_constexpr(LOADERS):
                 cute.arch.mbarrier_init(partial_barriers + loader, 1)
@@ -229,13 +230,16 @@ class AttentionKernel:
                 if warp == index:
                     cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
-        # Nothing above reads global memory: with PDL the grid before this one may still be writing it.
+        # No code above reads global memory: with PDL, the previous grid may still be writing it.
         cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def fetch_q(self, descriptor, tiles, ring, step, row, head, tokens=None):
-        """Fill stage ``step`` of Q with the rows from ``row`` on, once it is free: those of ``head``, or ``tokens`` of
-        each head from there on for which there is room. Called by a whole warp."""
+        """Fill stage ``step`` of Q with the rows from ``row`` on, once the stage is free. Called by a whole warp.
+
+        The rows belong to ``head``. With ``tokens``, the stage holds ``tokens`` rows of each head from ``head`` on, for
+        the heads that fit.
+        """
         ring.wait_empty(step)
         destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
         with cute.arch.elect_one():
@@ -257,8 +261,10 @@ class AttentionKernel:
 
     @cute.jit
     def load_kv(self, atom, shared, ring, partial_barrier, work_queue, operand: KvOperand):
-        """Fill the stages of K or V, the first of which is at ``shared``, for every work tile. A tile that needs zeroed
-        rows uses ``partial_barrier``."""
+        """Fill the stages of K or V for every work tile; ``shared`` is the address of the first stage.
+
+        A tile that needs zeroed rows uses ``partial_barrier``.
+        """
         descriptor = copy.tma_descriptor(atom) if const_expr(atom is not None) else None
         step, work, partials = Int32(0), Int32(0), Int32(0)
         tile = work_queue.read(work)
@@ -271,7 +277,7 @@ class AttentionKernel:
 
 
 class PrefillLaunch:
-    """How prefill kernels are launched, whatever they are made of: a base beside :class:`AttentionKernel`."""
+    """Mixin with the launch of prefill kernels, a base beside :class:`AttentionKernel`."""
 
     @cute.jit
     def __call__(
@@ -286,7 +292,7 @@ class PrefillLaunch:
         programmatic_launch: Int32,
         stream: cuda.CUstream,
     ):
-        """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
+        """Build the TMA descriptors and launch. ``anchor`` is never read: its device is the launch device."""
         c, g, a = self.config, geometry, addresses
         q = self._row_boxes(a.query, (g.tokens, c.q_dim, g.heads), c.q_strides(g.q_token, g.q_head), self.q_box_rows)
         k, v = self._kv_atoms(a, g)
@@ -301,13 +307,15 @@ class PrefillLaunch:
 
 
 def work_queue_stride(ints: int) -> int:
-    """Return how many Int32 one slot of the work queue lies behind the one before it."""
+    """Return the Int32 values between the beginnings of two slots of the work queue."""
     return -(-ints * 4 // copy.VECTOR_BYTES) * copy.VECTOR_BYTES // 4
 
 
 def example_arguments(integers: tuple, floats: int) -> tuple[Any, ...]:
-    """Return arguments to compile a launch function with: the anchor, tuples of integers like these types, floats, the
-    PDL flag, the stream."""
+    """Return arguments to compile a launch function with.
+
+    They are the anchor, one tuple of integers for each type in ``integers``, floats, the PDL flag, and the stream.
+    """
     anchor = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,))
     numbers = [kind(*[Int64(0)] * len(kind._fields)) for kind in integers]
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,7 +1,7 @@
 """Producer-consumer edges over mbarriers, declared as data.
 
-A kernel lists its edges once. The list creates and initialises the barriers, sizes their shared memory, checks arrive
-counts against the warps that will arrive, and draws itself for documentation.
+A kernel lists its edges once. The list creates and initialises the barriers, and gives the size of their shared memory.
+It also checks arrive counts against the warps of each role, and prints itself for documentation.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,12 @@ from hopwell.kernels.parts.core.device import DeviceStruct
 class Edge:
     """A ring of ``stages`` buffers that ``producer`` fills and ``consumer`` empties.
 
-    Arrivals are counted in threads. One for each warp is enough, because a warp meets before it arrives. It is every
-    lane where lanes read or write the stage with instructions of their own: compute-sanitizer takes no notice of the
-    meeting and would report all but the arriving lane, and cp.async arrives for the lane that issued it. TMA completes
-    the rest of a full barrier's phase by bytes. An edge of 0 bytes is nothing but a signal: what it is about lies
+    Arrivals are counted in threads. One arrival per warp is enough, because the warp synchronises before it arrives.
+    Every lane arrives if lanes read or write the stage with their own instructions, for two reasons. compute-sanitizer
+    ignores the warp synchronisation and would report all lanes except the arriving one. cp.async arrives for the lane
+    that issued it.
+
+    TMA completes the rest of a full barrier's phase by bytes. An edge of 0 bytes is only a signal: its data lies
     elsewhere.
     """
 
@@ -33,11 +35,11 @@ class Edge:
     producer_warps: int
     consumer_warps: int
     stage_bytes: int
-    producer_lanes: int = 1  # of each warp that arrive
+    producer_lanes: int = 1  # arriving lanes of each warp
     consumer_lanes: int = 1
-    copying_lanes: int = 0  # of each producer warp, for which copies arrive besides
-    # cp.async writes through the generic proxy, and its producer has gone on when the writes are done: where the tensor
-    # cores read the stage, it is for the consumer to fence.
+    copying_lanes: int = 0  # lanes of each producer warp whose copies arrive in addition
+    # cp.async writes through the generic proxy, and its producer has moved on when the writes complete. If the tensor
+    # cores read the stage, the consumer therefore has to fence.
     consumer_fences: bool = False
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class Edge:
 
     @property
     def full_arrivals(self) -> int:
-        """Say how many arrivals make a stage full."""
+        """Arrivals that make a stage full."""
         return self.producer_warps * (self.producer_lanes + self.copying_lanes)
 
     @property
@@ -58,7 +60,7 @@ class Edge:
 
     @property
     def field(self) -> str:
-        """Return the name of the edge's ring among a kernel's rings."""
+        """Name of the edge's ring among a kernel's rings."""
         return self.name.lower().replace(" ", "_")
 
 
@@ -76,7 +78,7 @@ def describe(edges: Sequence[Edge]) -> str:
 
 
 def check_arrivals(edges: Sequence[Edge], warps: dict[str, int]) -> None:
-    """Refuse edges whose arrive counts differ from the number of warps that play the role: such a kernel would hang."""
+    """Refuse edges whose arrive counts differ from the warps of the role: such a kernel would hang."""
     for e in edges:
         for role, count in ((e.producer, e.producer_warps), (e.consumer, e.consumer_warps)):
             if role not in warps:
@@ -111,42 +113,48 @@ class Ring(DeviceStruct):
             cute.arch.fence_proxy("async.shared", space="cta")
 
     def wait_empty(self, step) -> None:
-        """Return at once for the first ``stages`` steps: a fresh barrier counts as having completed phase 1."""
+        """Wait until the stage is empty; returns at once for the first ``stages`` steps.
+
+        A fresh barrier counts as having completed phase 1.
+        """
         cute.arch.mbarrier_wait(self.empty + self.stage(step), self._parity(step) ^ 1)
 
     @cute.jit
     def fill(self, step) -> None:
-        """Call this from every producer warp, converged, when it has written its share of the stage."""
+        """Mark the stage as full.
+
+        Every producer warp calls this, converged, when it has written its share of the stage.
+        """
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.full_barrier(step))
 
     @cute.jit
     def fill_rest(self, step) -> None:
-        """Arrive for all lanes of a producer warp but one, which has arrived with the bytes that TMA writes."""
+        """Arrive for all lanes of a producer warp except one, which has arrived with TMA's byte count."""
         if const_expr(self.producer_lanes > 1):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.full_barrier(step), arrive_count=self.producer_lanes - 1)
 
     def wait_released(self, step) -> None:
-        """Wait for this step's own release, in a ring whose stages are not the producer's at first."""
+        """Wait for this step's own release, in a ring whose stages do not belong to the producer at first."""
         self.wait_empty(step + self.stages)
 
     @cute.jit
     def release(self, step) -> None:
-        """Call this from every consumer warp, converged, when its reads of the stage have completed."""
+        """Release the stage. Every consumer warp calls this, converged, when its reads of the stage have completed."""
         self.release_by(step, self.consumer_lanes)
 
     @cute.jit
     def release_by(self, step, lanes) -> None:
-        """Release a stage by so many lanes of a warp, ``consumer_lanes`` whatever they are computed from."""
+        """Release a stage by ``lanes`` lanes of a warp; the value must equal ``consumer_lanes``."""
         if cute.arch.lane_idx() < lanes:
             cute.arch.mbarrier_arrive(self.empty + self.stage(step))
 
 
 @cute.jit
 def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
-    """Initialise the barriers (one thread of the CTA does) and return one Ring an edge. The caller synchronises."""
+    """Initialise the barriers in one thread of the CTA, and return one Ring per edge. The caller synchronises."""
     rings, offset = [], 0
     for edge in edges:
         full, empty = barriers + offset, barriers + (offset + edge.stages)

@@ -1,22 +1,22 @@
-"""Matrix products of one warp: mma.sync of 16 x 16 by 16 x 8 elements of 16 bits, or of 16 x 32 by 32 x 8 of 8 bits.
+"""Matrix products of one warp: mma.sync of 16 x 16 by 16 x 8 16-bit elements, or of 16 x 32 by 32 x 8 8-bit elements.
 
-Lane 4 g + t holds (PTX ISA, "matrix fragments for mma.m16n8k16"), two elements a word:
+Lane 4 g + t holds these elements, two per word (PTX ISA, "matrix fragments for mma.m16n8k16"):
 
     A   elements 2 t and 2 t + 1 of rows g and g + 8, then elements 2 t + 8 and 2 t + 9 of both
     B   elements 2 t and 2 t + 1 of column g, then elements 2 t + 8 and 2 t + 9
     D   columns 2 t and 2 t + 1 of row g, then of row g + 8
 
-Of 8 bits a word has four elements: 4 t to 4 t + 3 where it says 2 t and 2 t + 1, and 16 more where it says 8.
+With 8 bits, a word has four elements: 4 t to 4 t + 3 in place of 2 t and 2 t + 1. The offset 8 becomes 16.
 
-Which element of a row of A has which number is free, as long as it has the same one in B: operands whose elements lie
-side by side in memory are read 16 bytes at a time, which are several fragments' worth.
+The numbering of the elements in a row of A is free if B uses the same numbering. Operands whose elements are adjacent
+in memory are therefore read 16 bytes at a time, which is several fragments.
 """
 
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-MMA_COLUMNS, MMA_DEPTH = 8, 16  # of a product of mma.sync
+MMA_COLUMNS, MMA_DEPTH = 8, 16  # of an mma.sync product
 QUAD = 4  # lanes with the same g
 
 
@@ -28,7 +28,7 @@ def place_in_warp() -> tuple:
 
 @dsl_user_op
 def multiply(d, a, b, dtype=Float16, *, loc=None, ip=None) -> tuple:
-    """Return d + a b, of four, four and two registers, where a and b have elements of ``dtype``."""
+    """Return d + a b. They have 4, 4 and 2 registers, and a and b have elements of ``dtype``."""
     kind = "f16" if dtype is Float16 else "bf16"
     return cute.arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
@@ -48,16 +48,18 @@ def accumulate(registers, fragment: int, a, b, dtype=Float16) -> None:
         registers[4 * fragment + i] = value
 
 
-UNIT_SCALES = 0x7F7F7F7F  # four of ue8m0
+UNIT_SCALES = 0x7F7F7F7F  # four ue8m0 values of 1
 
 
 @dsl_user_op
 def multiply_e4m3(d, a, b, block_scaled: bool = False, *, loc=None, ip=None) -> tuple:
-    """Return d + a b, of four, four and two registers, where a and b have elements of e4m3. With ``block_scaled``
-    through the instruction that scales blocks, here by 1."""
+    """Return d + a b. They have 4, 4 and 2 registers, and a and b have e4m3 elements.
+
+    With ``block_scaled`` it uses the block-scaled instruction, with scales of 1.
+    """
     begin, form, types, end = "{ ", "", "f32.e4m3.e4m3.f32", "; }"
     if block_scaled:
-        begin += f".reg .b32 unit; mov.b32 unit, {UNIT_SCALES:#x}; "  # which the instruction does not take as a number
+        begin += f".reg .b32 unit; mov.b32 unit, {UNIT_SCALES:#x}; "  # the instruction takes no immediate here
         form, types = "kind::mxf8f6f4.block_scale.scale_vec::1X.", types + ".ue8m0"
         end = ", unit, {0, 0}, unit, {0, 0}; }"
     return cute.arch.inline_ptx(
@@ -72,7 +74,7 @@ def multiply_e4m3(d, a, b, block_scaled: bool = False, *, loc=None, ip=None) -> 
 
 @dsl_user_op
 def transposed(word, *, loc=None, ip=None):
-    """Transpose an 8 x 8 matrix of 16-bit elements, of which this lane has elements 2 t and 2 t + 1 of row g."""
+    """Transpose an 8 x 8 matrix of 16-bit elements. This lane holds elements 2 t and 2 t + 1 of row g."""
     return cute.arch.inline_ptx(
         "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
         write_only_types=[Uint32],

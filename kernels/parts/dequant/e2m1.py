@@ -1,8 +1,8 @@
-"""Elements of NVFP4, two in a byte, as 16-bit numbers: the code's number, by table or by its bits, times the scale of
-its block.
+"""Dequantization of NVFP4 (two elements per byte) to 16 bits: the value of each code times its block scale.
 
-Codes times scales of e4m3 have six significant bits at most and exponents that float16 and bfloat16 have, so that
-products are exact in both. One source serves every arch.
+The value of a code comes from a table or from its bits. Products of codes and e4m3 scales have at most six significant
+bits, and exponents that float16 and bfloat16 both have. They are therefore exact in both types. One source serves every
+architecture.
 """
 
 import itertools
@@ -12,27 +12,31 @@ import cutlass.cute as cute
 from cutlass import Float16, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-# The bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, from the lowest on: the upper ones of float16, whose lower ones are 0,
-# and both of bfloat16.
+# Bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, from the lowest on. float16 needs only the upper bytes, because its lower
+# bytes are 0; bfloat16 needs both.
 F16_UPPER = (0x3E3C3800, 0x46444240)
 BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
-# These are the bits of signs in words with one code in a byte, and of codes in the upper bytes of two float16.
+# SIGNS: the sign bits in words with one code per byte. UPPER_BYTES: the bits of codes in the upper bytes of two
+# float16.
 SIGNS, UPPER_BYTES = 0x80808080, 0x8E008E00
-ADDRESS_BITS = 30  # more than an address of shared memory has
-BY_HALVES_EXPONENT = -14  # of the factor by which :func:`by_halves` is off
+ADDRESS_BITS = 30  # more than a shared-memory address has
+BY_HALVES_EXPONENT = -14  # of the factor in the results of :func:`by_halves`
 
 
 def _four_words(lines: list[str], *values: Any, **place: Any) -> list:
-    """Return what these lines of PTX make of the values: four words."""
+    """Return the four words that these lines of PTX compute from the values."""
     text = "{ " + " ".join(lines) + " }"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=list(values), **place)
 
 
 @dsl_user_op
 def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = None, table=None, *, loc=None, ip=None):
-    """Return eight codes times ``factor``, a pair of numbers of ``dtype`` or a number in a ``half`` of one, as four
-    words of two numbers: of neighbours, or, where it ``pairs_halves``, of codes that have the same place in the lower
-    and in the upper half of ``word``. ``table`` is what :func:`table_words` gives, where it is kept in registers."""
+    """Return eight codes times ``factor`` as four words of two numbers.
+
+    ``factor`` is a pair of numbers of ``dtype``, or a pair of which only ``half`` is used. A word has neighbouring
+    codes. With ``pairs_halves`` it has two codes with the same position in the lower and in the upper half of ``word``.
+    ``table`` is the result of :func:`table_words` if the table is kept in registers.
+    """
     upper, lower = (F16_UPPER, None) if dtype is Float16 else (BF16_UPPER, BF16_LOWER)
     first = [f"{words[0]:#x}" for words in (upper, lower) if words]
     if table is not None:
@@ -41,11 +45,11 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = N
     lines = [
         ".reg .b32 index, even, signs, high, low, p0, p1, p2, p3, pair, factor;",
         _factor("factor", half),
-        # Signs are the highest bits of bytes: of odd codes as they lie, of even ones where all is shifted.
+        # Signs are the highest bits of bytes: for odd codes in the word as it is, for even codes in the shifted word.
         "and.b32 index, {$r0}, 0x77777777; shl.b32 even, {$r0}, 4;",
     ]
     for half, by_turns in enumerate(("0x5140", "0x7362")):
-        if half == 1:  # prmt looks at the lower half of its selector
+        if half == 1:  # prmt reads the lower half of its selector
             lines.append("shr.b32 index, index, 16;")
         lines += [
             f"prmt.b32 high, {first[0]}, {upper[1]:#x}, index;",
@@ -62,7 +66,7 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = N
 
 
 def _factor(name: str, half: int | None) -> str:
-    """PTX that makes a pair of the second operand: as it is, or of the number in a half of it."""
+    """Return PTX that makes a pair of the second operand: unchanged, or twice the number in one half of it."""
     if half is None:
         return f"mov.b32 {name}, {{$r1}};"
     number = ("low_half", "high_half")[half]
@@ -73,22 +77,28 @@ def _factor(name: str, half: int | None) -> str:
 
 
 def table_words(dtype, address) -> tuple:
-    """Return the first words of the table of ``dtype`` in registers: PRMT takes one constant, and the compiler would
-    move the other one into a register each time. ``address`` is of shared memory, and another one in each lane: bits
-    that it does not have are zeros that the compiler does not know, and not the same in all lanes to it."""
+    """Return the first words of the table of ``dtype`` in registers.
+
+    PRMT takes one constant, and the compiler would move the other one into a register each time. ``address`` is a
+    shared-memory address that differs by lane. Its upper bits are always zero, but the compiler does not know that, and
+    does not see them as equal in all lanes.
+    """
     first = (F16_UPPER[0],) if dtype is Float16 else (BF16_UPPER[0], BF16_LOWER[0])
     return tuple((address.to(Uint32) >> ADDRESS_BITS) | Uint32(word) for word in first)
 
 
 @dsl_user_op
 def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> list:
-    """Codes of the lower and of the upper half of ``word`` that have the same place there, as four words of two
-    float16: times 2^-14, and times ``factor``, which is a pair, or a number in a ``half`` of it.
+    """Return the codes of ``word`` times 2^-14 times ``factor``, as four words of two float16.
 
-    The bits of a code become a float16's sign, the lower half of its exponent and its first bit of mantissa, without a
-    table. That is 2^-14 times the number, where 0.5 has no exponent and is no normal number either. Whole words are
-    shifted by constants, which more than one unit can do; the sign is three places away from the rest of its code, so
-    that two words have signs in place: E of even codes and O of odd ones.
+    A word has the two codes with the same position in the lower and in the upper half of ``word``. ``factor`` is a
+    pair, or a pair of which only ``half`` is used.
+
+    No table is needed. The bits of a code become a float16's sign, the lower half of its exponent and its first
+    mantissa bit. This number is 2^-14 times the value of the code. The code of 0.5 has exponent 0, and is then a
+    subnormal float16 too. Whole words are shifted by constants, which more than one execution unit can do. The sign is
+    three places away from the other bits of its code, so two words have signs in place: E with even codes and O with
+    odd codes.
     """
     lines = [
         ".reg .b32 sign, rest, e, o, code, pair;",
@@ -104,7 +114,7 @@ def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> li
 
 
 def _select(target: str, first: str, second: str, mask: int) -> str:
-    """Return an instruction that takes the bits of ``mask`` from ``first``, the others from ``second``."""
+    """Return an instruction that takes the bits of ``mask`` from ``first``, and all other bits from ``second``."""
     return f"lop3.b32 {target}, {first}, {second}, {mask:#x}, 0xE4;"
 
 
@@ -123,7 +133,7 @@ def scales_of_two(first, second, place, *, loc=None, ip=None):
 
 @dsl_user_op
 def dequantized_half(word, half: int, dtype, *, loc=None, ip=None):
-    """Return the two e4m3 in a half of a word as numbers of ``dtype``."""
+    """Return the two e4m3 in one half of a word as numbers of ``dtype``."""
     to_bfloat16 = (
         "mov.b32 {low, high}, both; cvt.f32.f16 value, low; cvt.f32.f16 other, high; "
         "cvt.rn.bf16x2.f32 {$w0}, other, value; }"

@@ -1,5 +1,8 @@
-"""Keys and values of 8 or 4 bits in 16 bits, which hold all of their values exactly. Those of 4 bits come with a
-``factor``: float16, the scales of the blocks that they are of. They are times a power of two, see :func:`exponent`."""
+"""Dequantization of 8-bit and 4-bit keys and values to 16 bits, which represent every value exactly.
+
+4-bit values come with a ``factor``: the float16 scales of their blocks. The results are multiplied by a power of two,
+see :func:`exponent`.
+"""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Uint32, const_expr
@@ -13,13 +16,15 @@ from hopwell.kernels.parts.load.block_scales import HALVES
 
 
 def exponent(kind: KvType) -> int:
-    """Return the exponent of the power of two that dequantized numbers are times."""
+    """Return the exponent of the power of two by which dequantized numbers are multiplied."""
     return e2m1.BY_HALVES_EXPONENT if kind is KvType.NVFP4 else 0
 
 
 def in_order(kind: KvType, words: list) -> list:
-    """Words of 16-bit elements, two by two, with neighbours in the order in which :func:`dequantized` has them: of
-    eight elements of 4 bits, the first and the fifth one and so on."""
+    """Reorder words of two 16-bit elements into the element order of :func:`dequantized`.
+
+    For 4 bits, the first word has the first and fifth of eight elements, and so on.
+    """
     if kind is not KvType.NVFP4:
         return words
     core_matrices = [words[i : i + 4] for i in range(0, len(words), 4)]
@@ -27,15 +32,20 @@ def in_order(kind: KvType, words: list) -> list:
 
 
 def dequantized(kind: KvType, word, factor=None):
-    """Return the elements of a word as float16, two by two; the ``factor`` of 4 bits is (a pair, which half of it)."""
+    """Return the elements of a word as pairs of float16.
+
+    For 4 bits, ``factor`` is (a pair of scales, the half of the pair to use).
+    """
     if kind is KvType.NVFP4:
         return e2m1.by_halves(word, *factor)
     return _from_int8(word) if kind is KvType.INT8 else _from_e4m3(word)
 
 
 def dequantized_words(kind: KvType, dtype, word, scale=None) -> list:
-    """Return four 8-bit elements as two words of two of ``dtype``; times a float32 ``scale`` where one is given, in
-    float32, and rounded once."""
+    """Return four 8-bit elements as two words of two elements of ``dtype``.
+
+    With a float32 ``scale`` they are multiplied in float32 and rounded once.
+    """
     words = dequantized(kind, word)
     if const_expr(dtype is not BFloat16 and scale is None):
         return list(words)
@@ -46,27 +56,31 @@ def dequantized_words(kind: KvType, dtype, word, scale=None) -> list:
 
 
 def of_two_keys(kind: KvType, word, factor=None):
-    """Dequantize 16 bits of each of two keys: for each column the elements of both; the ``factor`` of 4 bits is that of
-    both."""
+    """Dequantize 16 bits of each of two keys to one word per column, with the elements of both keys.
+
+    For 4 bits, ``factor`` has the scales of both keys.
+    """
     return e2m1.by_halves(word, factor) if kind is KvType.NVFP4 else dequantized(kind, adjacent(word))
 
 
 def together(kind: KvType, first, second) -> tuple:
-    """Return a word of each of two keys as two words for :func:`by_columns`, with half of the columns of both keys
-    each."""
+    """Return a word of each of two keys as two words for :func:`by_columns`.
+
+    Each result has half of the columns of both keys.
+    """
     if kind is KvType.NVFP4:
         return tuple(prmt(first, second, select) for select in HALVES)
     return interleaved(first, second)
 
 
 def by_columns(kind: KvType, word, factor=None):
-    """Dequantize a word of two keys: for each column the elements of both."""
+    """Dequantize a word of two keys to one word per column, with the elements of both keys."""
     return of_two_keys(kind, word, factor) if kind is KvType.NVFP4 else dequantized(kind, word)
 
 
 @dsl_user_op
 def interleaved(first, second, *, loc=None, ip=None) -> tuple:
-    """Return the bytes of two words by turns: bytes 0 and 1 of each, and bytes 2 and 3."""
+    """Return the interleaved bytes of two words: bytes 0 and 1 of each, and bytes 2 and 3 of each."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5140; prmt.b32 {$w1}, {$r0}, {$r1}, 0x7362;",
         write_only_types=[Uint32] * 2,
@@ -102,7 +116,10 @@ def _from_e4m3(word, *, loc=None, ip=None) -> tuple:
 
 @dsl_user_op
 def _from_int8(word, *, loc=None, ip=None) -> tuple:
-    """A byte with its sign flipped, in the lowest place of 1024 as a float16, is 1024 + 128 + the number."""
+    """Convert four int8 to float16.
+
+    A byte with flipped sign, in the lowest bits of 1024 as a float16, is 1024 + 128 + the number.
+    """
     return cute.arch.inline_ptx(
         "{ .reg .b32 flipped, low, high, zero; xor.b32 flipped, {$r0}, 0x80808080; mov.b32 zero, 0x64806480; "
         "prmt.b32 low, flipped, 0x64646464, 0x4140; prmt.b32 high, flipped, 0x64646464, 0x4342; "

@@ -1,8 +1,8 @@
-"""Rows of latent keys of 8 bits that become rows of 16-bit elements where they lie in shared memory.
+"""Rows of 8-bit latent keys that are dequantized in place in shared memory.
 
-A lane copies 16 bytes of a row, which are two vectors of 16-bit elements, to where the first of these will be. Another
-lane, which waits for the copies as consumers do elsewhere, reads them into registers and writes both vectors. So bytes
-on their way take no memory of their own, and as many of them can be under way as stages are free.
+A lane copies 16 bytes of a row to the place of the first of their two result vectors of 16-bit elements. Another lane
+waits for the copies, as consumers do elsewhere. It reads the bytes into registers and writes both vectors. Bytes in
+flight therefore take no memory of their own, and every free stage can have copies in flight.
 """
 
 from dataclasses import dataclass, field
@@ -20,28 +20,34 @@ from hopwell.kernels.parts.dequant.eight_bit import dequantized_words
 from hopwell.kernels.parts.load.kv_rows import PageRows, TopkRows
 from hopwell.kernels.parts.load.kv_source import KvOperand
 
-LANES_PER_ROW = BLOCK_COLUMNS // copy.VECTOR_BYTES  # of which each copies 16 bytes of a column block
+LANES_PER_ROW = BLOCK_COLUMNS // copy.VECTOR_BYTES  # lanes per row; each copies 16 bytes of a column block
 
 
 @dataclass(frozen=True)
 class LatentRowFormat:
-    """What a part of a latent key is made of: ``byte_blocks`` column blocks of 8-bit elements, and then ``wide_blocks``
-    of 16-bit ones. Distances are in bytes from the part's first element."""
+    """The format of a part of a latent key.
+
+    The part has ``byte_blocks`` column blocks of 8-bit elements, then ``wide_blocks`` column blocks of 16-bit elements.
+
+    Distances are in bytes from the part's first element.
+    """
 
     kind: KvType
-    dtype: Any  # that elements are dequantized to
+    dtype: Any  # result type of the dequantized elements
     byte_blocks: int
     wide_blocks: int = 0
-    to_wide: int = 0  # distance of the first of the wide blocks
-    to_scales: int | None = None  # distance of the row's scales, four float32; None where there are none
-    first_scale: int = 0  # the one of the part's first columns
+    to_wide: int = 0  # distance to the first of the wide blocks
+    to_scales: int | None = None  # distance to the row's scales, four float32; None without scales
+    first_scale: int = 0  # index of the scale of the part's first columns
 
     @staticmethod
     def of_halves(
         kind: KvType, dtype: Any, dims: tuple[int, int], latent: int
     ) -> "tuple[LatentRowFormat, LatentRowFormat]":
-        """Return the left and the right part of rows with ``latent`` columns that are values as well, of ``dims``
-        columns in all."""
+        """Return the formats of the left and the right part of a row.
+
+        The parts have ``dims`` columns. The first ``latent`` columns of the row are values as well.
+        """
         left, right = dims
         if kind is not KvType.FP8_DS_MLA:
             return tuple(LatentRowFormat(kind, dtype, columns // BLOCK_COLUMNS) for columns in dims)
@@ -63,7 +69,7 @@ class LatentRowFormat:
 
 @dataclass
 class DequantizedOperand(KvOperand):
-    """A part of the latent keys in global memory, with what its rows are made of."""
+    """A part of the latent keys in global memory, with the format of its rows."""
 
     row_format: LatentRowFormat = field(kw_only=True)
 
@@ -82,8 +88,10 @@ class DequantizedPageRows(PageRows):
         return LANES_PER_ROW
 
     def _target(self, stage, row, vector):
-        """Return where the first vector of what a vector of bytes becomes goes. The second one differs in the lowest
-        bit of its place, whatever the swizzle."""
+        """Return the address of the first result vector of a vector of bytes.
+
+        The address of the second result vector differs in the lowest bit of its vector index, for any swizzle.
+        """
         return super()._target(stage, row, 2 * vector)
 
     def _block(self, block: int):
@@ -97,7 +105,7 @@ class DequantizedPageRows(PageRows):
         for block in cutlass.range_constexpr(form.byte_blocks):
             copy.async_copy_or_zero(target + self._block(block), source + block * BLOCK_COLUMNS, wanted)
         if const_expr(form.to_scales is not None):
-            # Each lane has a place for them: where the second vector of its first column block will be.
+            # Each lane stores the scales in the place of the second result vector of its first column block.
             copy.async_copy_or_zero(target ^ copy.VECTOR_BYTES, row + form.to_scales, wanted)
         for block in cutlass.range_constexpr(form.wide_blocks):
             wide = row + form.to_wide + block * copy.SWIZZLE_ROW_BYTES + vector * (2 * copy.VECTOR_BYTES)
@@ -107,7 +115,7 @@ class DequantizedPageRows(PageRows):
 
     @cute.jit
     def dequantize(self, stage) -> None:
-        """Dequantize this warp's rows of a stage, whose bytes are there."""
+        """Dequantize this warp's rows of a stage. The bytes must have arrived."""
         form = self.row_format
         row, vector = cute.arch.lane_idx() // LANES_PER_ROW, cute.arch.lane_idx() % LANES_PER_ROW
         target = self._target(stage, self.first_row + row, vector)
@@ -129,7 +137,7 @@ class DequantizedPageRows(PageRows):
 
 @dataclass
 class DequantizedTopkRows(DequantizedPageRows, TopkRows):
-    """The table holds tokens instead of pages, as that of :class:`TopkRows`."""
+    """Dequantized row copies for top-k indices: the table holds tokens instead of pages, like :class:`TopkRows`."""
 
 
 DEQUANTIZED = {PageRows: DequantizedPageRows, TopkRows: DequantizedTopkRows}

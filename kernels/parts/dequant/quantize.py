@@ -1,6 +1,8 @@
-"""Rounding to e4m3 and NVFP4, to the bit as the quantizers of ``hopwell.layouts`` do it. One source serves every arch.
+"""Rounding to e4m3 and NVFP4, bitwise equal to the quantizers of ``hopwell.layouts``.
 
-Blackwell has an instruction that rounds to e2m1; Hopper has not, so that codes are computed here.
+One source serves every architecture.
+
+Blackwell has an instruction that rounds to e2m1. Hopper does not have it, so codes are computed here.
 """
 
 import cutlass.cute as cute
@@ -16,7 +18,7 @@ CODES_IN_WORD = 8
 
 @dsl_user_op
 def divided(numerator, denominator, *, loc=None, ip=None):
-    """Return a quotient rounded once: a product with the reciprocal would round twice, and give other codes."""
+    """Return a quotient rounded once. A product with the reciprocal would round twice and give other codes."""
     return cute.arch.inline_ptx(
         "div.rn.f32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Float32],
@@ -28,7 +30,7 @@ def divided(numerator, denominator, *, loc=None, ip=None):
 
 @dsl_user_op
 def larger_magnitude(magnitude, value, *, loc=None, ip=None):
-    """Return the larger of ``magnitude`` and that of ``value``; NaN where either is."""
+    """Return the larger of ``magnitude`` and the magnitude of ``value``, or NaN if either is NaN."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 other; abs.f32 other, {$r1}; max.NaN.f32 {$w0}, {$r0}, other; }",
         write_only_types=[Float32],
@@ -40,7 +42,7 @@ def larger_magnitude(magnitude, value, *, loc=None, ip=None):
 
 @dsl_user_op
 def first_e4m3(pair, *, loc=None, ip=None):
-    """Return the low one of two e4m3 as float32."""
+    """Return the lower of two packed e4m3 as float32."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 both, {$r0}; mov.b32 {low, high}, both; "
         "cvt.f32.f16 {$w0}, low; }",
@@ -53,10 +55,10 @@ def first_e4m3(pair, *, loc=None, ip=None):
 
 @dsl_user_op
 def e2m1_code(value, *, loc=None, ip=None):
-    """Return the e2m1 code that is nearest to ``value``, the even one of two, in a word; +-6 for all that is larger.
+    """Return the e2m1 code nearest to ``value`` in a word, with ties to the even code; larger values become +-6.
 
-    Codes are 1/2 apart below 2, 1 apart below 4, and 2 apart from there on. Adding 1.5 * 2^23 of these steps leaves the
-    number of steps in the lowest bits, rounded to nearest even, and code and number of steps are even at the same time.
+    Steps between codes are 1/2 below 2, 1 below 4, and 2 from there on. Adding 1.5 * 2^23 steps leaves the number of
+    steps in the lowest bits, rounded to nearest even. The code is even exactly if the number of steps is even.
     """
     return cute.arch.inline_ptx(
         "{ .reg .f32 size, large; .reg .b32 code, none, sign; .reg .pred below2, below4; "
@@ -74,7 +76,7 @@ def e2m1_code(value, *, loc=None, ip=None):
 
 
 def e4m3_words(values) -> list:
-    """Float32 values as words of four e4m3, what is too large as +-448."""
+    """Return float32 values as words of four e4m3; larger values become +-448."""
     return [copy.pack_e4m3_x4(values[i : i + 4]) for i in range(0, len(values), 4)]
 
 
@@ -96,7 +98,7 @@ def nvfp4_block(values) -> tuple:
 
 @dsl_user_op
 def _checked_codes(word, factor, *, loc=None, ip=None):
-    """Return eight codes: 0 where the scale factor is 0, +6 where it is NaN."""
+    """Return eight codes, replaced by 0 if the scale factor is 0 and by +6 if it is NaN."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 codes; setp.nan.f32 p, {$r1}, {$r1}; selp.b32 codes, 0x77777777, {$r0}, p; "
         "setp.eq.f32 p, {$r1}, 0f00000000; selp.b32 {$w0}, 0, codes, p; }",

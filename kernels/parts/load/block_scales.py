@@ -1,4 +1,4 @@
-"""Scales of blocks of K and V in pages, as ``hopwell.layouts.scales`` describes them."""
+"""Block scales of paged K and V, in the layouts of ``hopwell.layouts.scales``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +16,16 @@ from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.load.hidden_keys import DraftRows, hidden_drafts
 from hopwell.kernels.parts.load.page_size import page_size
 
-TOKENS = 4  # whose scales of a block are neighbours where they are interleaved, and scales in a word
-# How two words are put together: the bytes of lower halves by turns, and of upper ones; lower halves, and upper ones.
+TOKENS = 4  # scales in a word; with interleaved scales, tokens whose scales of a block are adjacent
+# prmt selectors for two words. INTERLEAVED: bytes of the lower halves alternate, then bytes of the upper halves.
+# HALVES: both lower halves, then both upper halves.
 LOWEST_BYTES = 0x4040  # of two words, twice
 INTERLEAVED, HALVES = (0x5140, 0x7362), (0x5410, 0x7632)
 
 
 @dataclass
 class ScaleRows(DeviceStruct):
-    """The scales of K or of V. Strides are in bytes."""
+    """The block scales of K or of V. Strides are in bytes."""
 
     address: Int64
     page: Int64
@@ -32,8 +33,8 @@ class ScaleRows(DeviceStruct):
     row: Int64
     table: Int64
     table_row: Int64
-    pages: Any  # their size
-    blocks: int  # of a row
+    pages: Any  # the page size, see page_size.py
+    blocks: int  # per row
     interleaves: bool
     draft_rows: DraftRows | None  # of V: scales of keys that no row sees must read as zeros
 
@@ -52,7 +53,7 @@ class ScaleRows(DeviceStruct):
 
     @cute.jit
     def look_up(self, tile, key, n):
-        """Look up the page of a key of tile ``n``; -1 where the key is not needed."""
+        """Return the page of a key of tile ``n``, or -1 if the key is not needed."""
         entry, request = Int32(-1), tile.request
         if n >= tile.keys.begin and key >= tile.keys.first_key and key < request.kv_len:
             entry = load_index(self.table + 4 * self.table_row * request.index, self.pages.split(key)[0])
@@ -62,8 +63,10 @@ class ScaleRows(DeviceStruct):
         return entry
 
     def read(self, tile, key, page, part, parts: int, *, apart: bool = False) -> list:
-        """Read the scales of an equal part of a row, four in a word; 0 where ``page`` is negative. Interleaved ones are
-        in a word each where they stay ``apart``: putting them together waits for them."""
+        """Read the scales of an equal part of a row, four per word, or 0 if ``page`` is negative.
+
+        With ``apart``, interleaved scales stay in one word each, because packing them would wait for the loads.
+        """
         head = self.address + page * self.page + tile.kv_head * self.head
         row = self.pages.split(key)[1]
         count = self.blocks // parts
@@ -75,7 +78,7 @@ class ScaleRows(DeviceStruct):
     def _read(self, head, row, page, first, count: cutlass.Constexpr[int], apart: cutlass.Constexpr, words):
         if page >= 0:
             if const_expr(self.interleaves):
-                # A quarter of a row's blocks lies in each of the four rows that four tokens share.
+                # Four tokens share four rows. Each of the rows holds a quarter of the blocks.
                 quarter = self.blocks // TOKENS
                 for i in cutlass.range_constexpr(count):
                     block = first + i
@@ -93,7 +96,10 @@ class ScaleRows(DeviceStruct):
         return words
 
     def factors(self, words: list, pair: int, dtype, *, apart: bool):
-        """Return the scales of blocks 2 ``pair`` and 2 ``pair`` + 1 of what has been read, as numbers of ``dtype``."""
+        """Return the scales of blocks 2 ``pair`` and 2 ``pair`` + 1 as numbers of ``dtype``.
+
+        ``words`` is the result of :meth:`read`.
+        """
         if apart and self.interleaves:
             return e2m1.dequantized_half(prmt(words[2 * pair], words[2 * pair + 1], LOWEST_BYTES), 0, dtype)
         return e2m1.dequantized_half(words[pair // 2], pair % 2, dtype)
@@ -101,10 +107,10 @@ class ScaleRows(DeviceStruct):
 
 @dataclass
 class SharedScales(DeviceStruct):
-    """Scales beside the stages of K or V in shared memory: for each token of a tile a row of them."""
+    """Block scales beside the stages of K or V in shared memory: one row of scales for each token of a tile."""
 
     address: Int32  # of stage 0
-    blocks: int  # of a row
+    blocks: int  # per row
     tile_n: int
 
     def row(self, stage, row):
@@ -112,24 +118,29 @@ class SharedScales(DeviceStruct):
         return self.address + (stage * self.tile_n + row) * self.blocks
 
     def of_part(self, stage, row, part, parts: int) -> list:
-        """Return the scales of an equal part of a row, of four blocks at most, as pairs of float16; a single one is in
-        the lower half."""
+        """Return the scales of an equal part of a row, at most four blocks, as pairs of float16.
+
+        A single scale is in the lower half.
+        """
         count = self.blocks // parts
         word = copy.load_bytes(self.row(stage, row) + part * count, count)
         return [e2m1.dequantized_half(word, half, Float16) for half in range(-(-count // 2))]
 
     def of_two_rows(self, stage, row, block):
-        """Return the scales of a block of this row and of the next one, as a pair of float16."""
+        """Return the scales of a block of this row and of the next row, as a pair of float16."""
         first = self.row(stage, row) + block // TOKENS * TOKENS
         words = [copy.load_shared(first + self.blocks * i, 1)[0] for i in range(2)]
         return e2m1.scales_of_two(*words, block % TOKENS)
 
     def arrange(self, stage) -> None:
-        """Turn a stage's rows by blocks into blocks by keys, as :meth:`of_core_matrices` reads them; by a whole warp. A
-        lane has two neighbouring keys of each eight: of a block, those of all core matrices come to lie side by
-        side."""
+        """Transpose a stage from rows by blocks to blocks by keys, as :meth:`of_core_matrices` reads it.
+
+        Called by a whole warp.
+
+        A lane has two neighbouring keys of each eight. For each block, its scales of all core matrices become adjacent.
+        """
         first, words, lane = self.row(stage, 0), self.blocks // TOKENS, cute.arch.lane_idx()
-        count = self.tile_n // TOKENS * words  # of four keys by four blocks
+        count = self.tile_n // TOKENS * words  # groups of four keys by four blocks
         loaded = []
         for i in range(0, count, LANES):
             index = (lane + i) % count
@@ -146,34 +157,40 @@ class SharedScales(DeviceStruct):
                 copy.store_shared(place + block * self.tile_n, [prmt(*pairs[block // 2], HALVES[block % 2])])
 
     def _place(self, first, block, t):
-        """Return the address of the scales of a block of one lane's keys, once they are arranged."""
+        """Return the address of the scales of a block for one lane's keys, in the transposed order."""
         return first + block * self.tile_n + t * (self.tile_n // QUAD)
 
     def of_core_matrices(self, stage, core_matrix, t, block) -> list:
-        """Return the scales of a block of a lane's two keys in four core matrices, as pairs of float16. They are
-        arranged."""
+        """Return the scales of a block for a lane's two keys in four core matrices, as pairs of float16.
+
+        The stage must be transposed by :meth:`arrange`.
+        """
         words = copy.load_shared(self._place(self.row(stage, 0), block, t) + 2 * core_matrix, 2)
         return [e2m1.dequantized_half(word, half, Float16) for word in words for half in range(2)]
 
 
 @dataclass
 class ScaleCopies(DeviceStruct):
-    """Copies the scales of a request's tiles beside these, called by a whole warp. Those of tokens that are not needed
-    become zeros: theirs may be NaN, and 0 times that is NaN."""
+    """Copies of block scales to shared memory beside the tiles of a request. Called by a whole warp.
+
+    Scales of unneeded tokens become zeros: they may be NaN in memory, and 0 times NaN is NaN.
+    """
 
     target: SharedScales
     head: Int64  # address of the head's scales in page 0
     page: Int64
     row: Int64
     table: Int64  # address of the request's page ids
-    pages: Any  # their size
+    pages: Any  # the page size, see page_size.py
     first_key: Int32
     end_key: Int32
 
     @staticmethod
     def create(rows: ScaleRows | None, tile, shared, tile_n: int) -> "ScaleCopies | None":
-        """Return what copies ``rows``, if there are any, of a work tile's head and request; ``shared`` is the address
-        of the first stage."""
+        """Return the copies of ``rows``, if there are any, for a work tile's head and request.
+
+        ``shared`` is the address of the first stage.
+        """
         if rows is None:
             return None
         return ScaleCopies(
@@ -188,7 +205,7 @@ class ScaleCopies(DeviceStruct):
         )
 
     def locate(self, tile) -> list:
-        """Return the pages of tokens 32 i + lane of a tile; -1 where a token is not needed."""
+        """Return the pages of tokens 32 i + lane of a tile; the page of an unneeded token is -1."""
         first = tile * self.target.tile_n + cute.arch.lane_idx()
         return [self._page(first + i) for i in range(0, self.target.tile_n, LANES)]
 
@@ -201,7 +218,7 @@ class ScaleCopies(DeviceStruct):
 
     @cute.jit
     def copy(self, pages, tile, stage) -> None:
-        """Issue the copies of a tile into a stage. Neighbouring lanes take neighbouring words."""
+        """Issue the copies of a tile into a stage. Neighbouring lanes copy neighbouring words."""
         words = self.target.blocks // TOKENS
         lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words * TOKENS
         place = self.target.row(stage, lane_row) + lane_word
@@ -220,13 +237,15 @@ class ScaleCopies(DeviceStruct):
     def copy_boxes(
         self, boxes, first, box_rows: cutlass.Constexpr[int], tile, stage, zeroes: cutlass.Constexpr[bool], hidden
     ):
-        """Issue the copies of a tile whose boxes are of ``box_rows`` tokens, the scales of whose first ones lane
-        ``first`` and those after it have the addresses of. Where it ``zeroes``, those of tokens that are not needed
-        become zeros, and so do those whose bits are set in ``hidden``; elsewhere nobody looks at what they make.
+        """Issue the scale copies of a tile made of boxes of ``box_rows`` tokens.
 
-        A lane has the same words of every box: an address takes two shuffles and an addition then. With a page looked
-        up and an address computed for each token, a tile took 110 instructions of warps that share schedulers with
-        those that multiply.
+        Lane ``first`` and the lanes after it hold the address of the scales of each box's first token. With ``zeroes``,
+        scales of unneeded tokens and of tokens whose bits are set in ``hidden`` become zeros. Without it, the results
+        of these scales are never read.
+
+        A lane copies the same words of every box, so an address takes two shuffles and an addition. With a page lookup
+        and an address for each token, a tile took 110 instructions, in warps that share schedulers with the multiplying
+        warps.
         """
         words, tile_n = self.target.blocks // TOKENS, self.target.tile_n
         at_once = LANES // words
@@ -250,7 +269,7 @@ class ScaleCopies(DeviceStruct):
 
     @cute.jit
     def _address(self, page, key):
-        """Return the address of a token's scales; 0 where it is not needed."""
+        """Return the address of a token's scales, or 0 if the token is not needed."""
         address = Int64(0)
         if page >= 0:
             address = self.head + page * self.page + self.pages.split(key)[1] * self.row

@@ -1,8 +1,8 @@
 """New tokens of a request that the draft mask hides from all of its rows.
 
-The softmax gives hidden keys the weight 0, but 0 * NaN is NaN. Loaders therefore write zeros in place of V, and of its
-block scales, wherever no row sees a key. Other masks hide keys from all rows only before the first and after the last
-key that a row sees.
+The softmax gives hidden keys the weight 0, but 0 * NaN is NaN. Loaders therefore write zeros in place of V and its
+block scales if no row sees a key. Other masks hide keys from all rows only before the first and after the last visible
+key.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from hopwell.kernels.parts.core.device import DeviceStruct, global_array
 from hopwell.kernels.parts.load.sequence import Request
 from hopwell.kernels.problem import MaskKind
 
-MASK_BITS = 16  # of an element of the draft mask
+MASK_BITS = 16  # per element of the draft mask
 MASK_BYTES = MASK_BITS // 8
 
 
@@ -29,9 +29,9 @@ class HiddenDrafts(DeviceStruct):
     first: Int32  # position of the first new token
     end: Int32  # keys of the request
     q_len: Int32
-    words: Int64  # address of the first row of the mask; 0 where the caller gives none
+    words: Int64  # address of the mask's first row; 0 if the caller gives no mask
     row_bytes: Int32
-    window: Int32  # keys to the left of a row's own position that it sees
+    window: Int32  # number of keys to the left of its own position that a row sees
 
     @cute.jit
     def hides(self, key):
@@ -47,11 +47,11 @@ class HiddenDrafts(DeviceStruct):
         return hidden
 
     def overlap(self, end):
-        """Return whether keys up to, but without, ``end`` include new tokens that may be hidden."""
+        """Return whether keys before ``end`` include new tokens that may be hidden."""
         return (self.words != 0) & (end > self.first)
 
     def of_tile(self, begin, tile_n: int) -> list:
-        """Return a word for each 32 keys of a tile: a bit is 1 where the key is hidden. Called by a whole warp."""
+        """Return one word per 32 keys of a tile, with a 1 for each hidden key. Called by a whole warp."""
         lane = cute.arch.lane_idx()
         return [cute.arch.vote_ballot_sync(self.hides(begin + (i + lane))).to(Uint32) for i in range(0, tile_n, LANES)]
 
@@ -65,7 +65,7 @@ class DraftRows(DeviceStruct):
 
     @staticmethod
     def of(config: Any, a: Addresses, g: Any) -> "DraftRows | None":
-        """Return the draft mask of a kernel; None for a kernel of another mask."""
+        """Return the draft mask of a kernel, or None for a kernel with another mask."""
         return DraftRows(a, g) if config.mask is MaskKind.DRAFT else None
 
     def of_request(self, request: Request) -> HiddenDrafts:
@@ -78,5 +78,5 @@ class DraftRows(DeviceStruct):
 
 
 def hidden_drafts(rows: DraftRows | None, request: Request) -> HiddenDrafts | None:
-    """Return the hidden new tokens of a request; None where the kernel has no draft mask."""
+    """Return the hidden new tokens of a request, or None if the kernel has no draft mask."""
     return None if rows is None else rows.of_request(request)

@@ -1,6 +1,6 @@
-"""K and V row by row: sources whose tokens lanes copy themselves, where no TMA box holds several of them.
+"""KV sources that copy K and V row by row with cp.async, for layouts in which no TMA box holds several tokens.
 
-They stand beside those of ``kv_source.py``, whose tiles they fill the same way.
+They fill the same tiles as the sources in ``kv_source.py``.
 """
 
 import math
@@ -22,23 +22,25 @@ from hopwell.kernels.parts.load.kv_source import KvOperand, PagedSource
 
 @dataclass
 class PageRows(PagedSource):
-    """Eight lanes copy 128 bytes of a row side by side, and then those of its other column blocks, whose addresses
-    differ by constants: all that is computed is computed once a row.
+    """Paged KV source with row copies: eight lanes copy 128 adjacent bytes of a row.
 
-    Rows that are not needed, and the vectors that a row does not have, become zeros by copies like any others.
+    The same lanes then copy the row's other column blocks. The addresses of these blocks differ by constants, so each
+    row's address is computed once.
+
+    Unneeded rows, and vectors past the end of a row, are filled with zeros by the same copies.
     """
 
     head: Int64  # address of the head's elements in page 0
     page_bytes: Int64
     row_bytes: Int64
-    vectors: int  # in a row
-    tile_vectors: int  # in a row of the tile: whole column blocks
-    first_row: Any  # of those of a tile that this warp copies
-    rows: int  # a multiple of its lanes
+    vectors: int  # per row
+    tile_vectors: int  # per row of the tile: whole column blocks
+    first_row: Any  # first row of the tile that this warp copies
+    rows: int  # a multiple of the warp's lanes
 
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
-        """Return the rows of a work tile's request; ``more`` is what a kind of rows has besides."""
+        """Return the rows of a work tile's request; ``more`` holds the additional fields of a subclass."""
         vectors = operand.head_dim * HALFWORD_BYTES // copy.VECTOR_BYTES
         tile_vectors = -(-operand.depth // BLOCK_COLUMNS) * copy.VECTORS_PER_ROW
         return cls(
@@ -55,7 +57,7 @@ class PageRows(PagedSource):
         )
 
     def share(self, warp, warps: int) -> "PageRows":
-        """Return what one of ``warps`` that copy each tile together does of it."""
+        """Return the share of one of ``warps`` warps that copy each tile together."""
         rows = self.rows // warps
         assert rows % LANES == 0, f"{warps} warps cannot share {self.rows} rows: each looks up one a lane"
         return replace(self, first_row=warp * rows, rows=rows)
@@ -66,7 +68,7 @@ class PageRows(PagedSource):
 
     @cute.jit
     def load(self, first, end, ring, step, partial_barrier, partials):
-        # The table is read a tile ahead: what it says comes while the copies of the tile before are issued.
+        # The table is read one tile ahead: its entries arrive while the copies of the previous tile are issued.
         entries = self.read_table(end - 1)
         for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
             addresses, pages = self.locate(n, entries), entries
@@ -84,7 +86,7 @@ class PageRows(PagedSource):
         return [first + i for i in range(0, self.rows, LANES)]
 
     def read_table(self, tile) -> list:
-        """Read the table's entries for :meth:`_keys`; -1 where the row is not needed."""
+        """Read the table's entries for :meth:`_keys`; the entry of an unneeded row is -1."""
         return [self._entry(key) for key in self._keys(tile)]
 
     @cute.jit
@@ -97,11 +99,11 @@ class PageRows(PagedSource):
         return entry
 
     def _index(self, key):
-        """Return where the table says where a token is."""
+        """Return the index of a token's table entry."""
         return self.pages.split(key)[0]
 
     def locate(self, tile, entries) -> list:
-        """Addresses of the rows of :meth:`_keys`; 0 where the row is not needed."""
+        """Return the addresses of the rows of :meth:`_keys`; the address of an unneeded row is 0."""
         return [self._address(entry, key) for entry, key in zip(entries, self._keys(tile), strict=True)]
 
     @cute.jit
@@ -118,10 +120,10 @@ class PageRows(PagedSource):
 
     @cute.jit
     def copy_rows(self, addresses, stage, barrier) -> None:
-        """Fill a stage; ``barrier`` hears of it from every lane once its copies are there."""
+        """Fill a stage. Every lane arrives at ``barrier`` once its copies have completed."""
         rows_at_once = LANES // self.lanes_per_row
         lane_row, vector = cute.arch.lane_idx() // self.lanes_per_row, cute.arch.lane_idx() % self.lanes_per_row
-        # The swizzle repeats after ATOM_ROWS: whatever lies that many rows further on lies at a constant distance.
+        # The swizzle repeats after ATOM_ROWS, so rows that far apart have a constant address difference.
         first_row = self.first_row + lane_row
         targets = [self._target(stage, first + first_row, vector) for first in range(0, ATOM_ROWS, rows_at_once)]
         stride = len(targets) * rows_at_once
@@ -134,7 +136,7 @@ class PageRows(PagedSource):
         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def _target(self, stage, row, vector):
-        """Return where a vector of a row's first column block goes."""
+        """Return the shared-memory address of a vector of a row's first column block."""
         return self.vector_address(stage, row, 0, copy.permuted(row, vector, self.shared_row))
 
     @cute.jit
@@ -151,7 +153,7 @@ class PageRows(PagedSource):
 
 @dataclass
 class TopkRows(PageRows):
-    """The table holds tokens instead of pages. A negative one is none."""
+    """Row copies for top-k indices: the table holds tokens instead of pages. A negative entry is no token."""
 
     def _index(self, key):
         return key

@@ -1,19 +1,19 @@
-"""How K and V tiles get from global into shared memory.
+"""KV sources: the transfer of K and V tiles from global to shared memory.
 
-A source is one operand (K or V) of one request and KV head, cut into tiles of ``tile_n`` tokens. Its parts are where
-the tokens are (the addresses) and what fetches them (the issue):
+A source is one operand (K or V) of one request and KV head, cut into tiles of ``tile_n`` tokens. It has two parts: the
+location of the tokens (addresses) and the instructions that fetch them:
 
     ContiguousBoxes   one run of tokens        TMA boxes of tile_n tokens x 64 columns
-    PageBoxes         pages of 8 tokens up     TMA boxes of whole pages, or of 64 tokens or fewer of one
+    PageBoxes         pages of 8 tokens up     TMA boxes of whole pages, or of 64 tokens or fewer of one page
     PageRows          any other pages          16-byte cp.async by all lanes of the warp, see kv_rows.py
-    TopkRows        a list of tokens         the same
+    TopkRows          a list of tokens         16-byte cp.async, like PageRows
 
-Elements of 8 bits are fetched two by two, as if they were 16-bit ones of half as many columns.
+8-bit elements are fetched in pairs, as 16-bit elements of half the number of columns.
 
-Paged sources look page ids up, one box or row per lane, before they wait for a free stage, so that the table's latency
-is hidden; where a tile has fewer boxes than a warp has lanes, those of several tiles at once. Loads arrive at the full
-barrier by themselves, so that as many tiles are under way as there are stages. Consumers see nothing of this: a full
-barrier means that the tile is there.
+Paged sources look up page ids, one box or row per lane, before they wait for a free stage. This hides the latency of
+the table. If a tile has fewer boxes than a warp has lanes, one lookup serves several tiles. Loads complete on the full
+barrier by themselves, so every stage can have a tile in flight. Consumers only wait for the full barrier, which means
+that the tile is there.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from hopwell.kernels.parts.load.block_scales import ScaleCopies, ScaleRows
 from hopwell.kernels.parts.load.hidden_keys import DraftRows, HiddenDrafts, hidden_drafts
 from hopwell.kernels.parts.load.page_size import EvenPages, page_size
 
-BOXES_AT_ONCE = 8  # whose corners a lane holds before they are fetched
+BOXES_AT_ONCE = 8  # boxes whose coordinates a lane holds before they are fetched
 
 
 @dataclass
@@ -47,30 +47,32 @@ class KvOperand(DeviceStruct):
     row: Int64
     table: Int64
     table_row: Int64
-    pages: Any  # their size, see page_size.py
+    pages: Any  # the page size, see page_size.py
     head_dim: int
     columns: int  # in shared memory
-    depth: int  # of them used
+    depth: int  # columns of them in use
     is_value: bool
-    read_once: bool  # so that work tiles say how soon it leaves the L2 cache
-    scales: ScaleRows | None = None  # that are copied beside the tiles
-    shared_scales: Any = None  # address of those of stage 0
-    stage_columns: int | None = None  # that a stage has room for; None: ``columns``
+    read_once: bool  # whether work tiles choose its L2 eviction policy
+    scales: ScaleRows | None = None  # block scales that are copied beside the tiles
+    shared_scales: Any = None  # address of the scales of stage 0
+    stage_columns: int | None = None  # columns of space in a stage; None: ``columns``
     page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
-    draft_rows: DraftRows | None = None  # the draft mask, where the kernel has one
+    draft_rows: DraftRows | None = None  # the draft mask, if the kernel has one
 
     def cache_policy(self, tile):
-        """Say how soon a work tile's rows leave the L2 cache. Rows shorter than a cache line share it with other heads'
-        where these lie side by side, and memory gives cache lines as a whole: a row that left first would take its
-        neighbours along before others have read them. 32 x 8192 tokens of 4 bits took 160 instead of 124 us (H100,
-        2026-11-25)."""
+        """Return the L2 eviction policy of a work tile's rows.
+
+        A row shorter than a cache line shares the line with neighbouring heads, if the heads are adjacent. Memory
+        transfers whole cache lines, so an early eviction would take the neighbours' rows along before they are read. 32
+        x 8192 tokens of 4 bits took 160 instead of 124 us (H100, 2026-11-25).
+        """
         policy = tile.kv_policy()
         if HALFWORD_BYTES * self.head_dim < CACHE_LINE_BYTES:
             policy -= (self.head < self.row).to(Int32) * (policy - copy.EVICT_NORMAL)
         return policy
 
     def slots_of_page(self):
-        """Say how many heads of a page lie one head stride apart, with all that is between them."""
+        """Return the number of head strides in a page stride, including everything between the heads."""
         return Int32(self.page // self.head)
 
     @staticmethod
@@ -104,15 +106,15 @@ class KvSource(DeviceStruct):
     tile_n: int
     columns: int
     stage_columns: int  # columns that a stage has room for
-    # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
-    # may be NaN; not for K, whose scores are masked.
+    # Whether rows outside [first_key, end_key) must read as zeros. V needs this, because 0 times arbitrary memory may
+    # be NaN. K does not, because its scores are masked.
     zero_outside: bool
-    drafts: HiddenDrafts | None  # rows between both that must read as zeros as well
+    drafts: HiddenDrafts | None  # rows in between that must read as zeros as well
     policy: Any  # of the L2 cache, see copy.tma_load
-    scales: ScaleCopies | None  # beside the tiles
+    scales: ScaleCopies | None  # block scales beside the tiles
 
     columns_first = False  # see copy.swizzled_layout
-    one_loop = False  # for all tiles
+    one_loop = False  # whether one loop serves all tiles
 
     @staticmethod
     def _common(operand: KvOperand, tile, descriptor, shared, tile_n: int) -> dict[str, Any]:
@@ -137,7 +139,7 @@ class KvSource(DeviceStruct):
 
     @property
     def shared_row(self) -> int:
-        """Return the bytes of a row of a column block in shared memory."""
+        """Bytes of a row of a column block in shared memory."""
         return copy.row_bytes(self.columns)
 
     def stage_address(self, stage):
@@ -148,21 +150,24 @@ class KvSource(DeviceStruct):
         return self.vector_place(self.stage_address(stage), row, block, vector)
 
     def vector_place(self, base, row, block, vector):
-        """Return the address of vector ``vector`` as :meth:`vector_address` has it, in the stage that begins at
-        ``base``."""
+        """Return the address that :meth:`vector_address` describes, in the stage that begins at ``base``."""
         row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
         return base + row_address * self.shared_row + vector * copy.VECTOR_BYTES
 
     @cute.jit
     def load(self, first, end, ring, step, partial_barrier, partials):
-        """Fill stages with tiles [first, end), from right to left; called by a whole warp. ``step`` and ``partials``,
-        the counts of all tiles and of partial ones, are returned as they are afterwards."""
+        """Fill stages with tiles [first, end), from right to left. Called by a whole warp.
+
+        ``step`` counts all tiles, and ``partials`` counts partial tiles. Both are returned with their new values.
+        """
         return self.fill_down(self.locate, end - 1, first - 1, ring, step, partial_barrier, partials)
 
     @cute.jit
     def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, partial_barrier, partials):
-        """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
-        no zeros go round in a loop of their own: with them in one, each tile takes 17 instructions more."""
+        """Fill stages with tiles from ``tile`` down to ``stop`` + 1; ``locate`` finds each tile.
+
+        Tiles that need no zeros have their own loop. In a common loop, each tile takes 17 more instructions.
+        """
         if const_expr(self.one_loop or self.scales is not None):
             pages = self.scale_pages(tile)
             for n in cutlass.range(tile, stop, -1, unroll=1):
@@ -191,50 +196,49 @@ class KvSource(DeviceStruct):
         return step, partials
 
     def claim(self, locate, tile, ring, step):
-        """Return where a tile is, when its stage has become free."""
+        """Return the location of a tile, once its stage is free."""
         location = locate(tile)
         ring.wait_empty(step)
         return location
 
     def scale_pages(self, tile) -> list:
-        """Return the pages of a tile's scales, where there are any."""
+        """Return the pages of a tile's block scales, or an empty list without scales."""
         return [] if self.scales is None else self.scales.locate(tile)
 
     def copy_scales(self, location, pages, tile, stage, hidden) -> None:
-        """Issue the copies of a tile's scales, whose pages are ``pages``. ``hidden`` is :meth:`hidden_rows`."""
+        """Issue the copies of a tile's scales from ``pages``. ``hidden`` is the result of :meth:`hidden_rows`."""
         self.scales.copy(pages, tile, stage)
 
     def _is_partial(self, tile):
-        """Tell whether some rows of ``tile`` have to be zeroed."""
+        """Whether some rows of ``tile`` have to be zeroed."""
         begin = tile * self.tile_n
         partial = self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
         return partial if self.drafts is None else partial | self.drafts.overlap(begin + self.tile_n)
 
     def hidden_rows(self, tile) -> list:
-        """Return the words of :meth:`HiddenDrafts.of_tile`; none where no key among others is hidden."""
+        """Return the words of :meth:`HiddenDrafts.of_tile`, or an empty list without a draft mask."""
         return [] if self.drafts is None else self.drafts.of_tile(tile * self.tile_n, self.tile_n)
 
     @cute.jit
     def fill(self, location, tile, ring, step, partial_barrier, partials, pages=()):
-        """Fill the ring's stage with ``tile``, and with its scales out of ``pages``. Returns the count of partial tiles
-        so far.
+        """Fill the ring's stage with ``tile`` and its scales from ``pages``, and return the new count of partial tiles.
 
-        A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
-        before some of them are overwritten, and consumers must not see the tile before that.
+        A tile with rows that must be zeroed first completes on a separate barrier. TMA must have written the rows
+        before some are overwritten with zeros, and consumers must not see the tile before that.
         """
         barrier, partial = ring.full_barrier(step), self._is_partial(tile)
         if partial:
             barrier = partial_barrier
         self._expect(barrier)
         self.fetch(location, ring.stage(step), barrier)
-        hidden = self.hidden_rows(tile)  # while the tile is under way
+        hidden = self.hidden_rows(tile)  # while the tile is in flight
         if const_expr(self.scales is not None):
             self.copy_scales(location, pages, tile, ring.stage(step), hidden)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         if partial:
             cute.arch.mbarrier_wait(partial_barrier, partials & 1)
             partials += 1
-            # Rows end before they begin where the first or the last needed key is in another tile.
+            # A row range is empty if the first or the last needed key is in another tile.
             begin = tile * self.tile_n
             self.zero_hidden(ring.stage(step), hidden)
             self.zero_rows(ring.stage(step), 0, cutlass.min(self.first_key - begin, self.tile_n))
@@ -264,7 +268,7 @@ class KvSource(DeviceStruct):
 
     @cute.jit
     def zero_hidden(self, stage, hidden):
-        """Zero the rows whose bits are set in ``hidden``. The fence of :meth:`zero_rows` has to follow."""
+        """Zero the rows whose bits are set in ``hidden``. The fence of :meth:`zero_rows` must follow."""
         vectors, lane = self.shared_row // copy.VECTOR_BYTES, cute.arch.lane_idx()
         for i in cutlass.range_constexpr(len(hidden)):
             if (hidden[i] >> lane.to(Uint32)) & Uint32(1) != Uint32(0):
@@ -296,7 +300,7 @@ class ContiguousBoxes(KvSource):
 @dataclass
 class PagedSource(KvSource):
     table: Int64  # address of the request's page ids
-    pages: Any  # their size
+    pages: Any  # the page size, see page_size.py
 
     @staticmethod
     def _paged(operand: KvOperand, tile) -> dict[str, Any]:
@@ -304,18 +308,20 @@ class PagedSource(KvSource):
         return dict(table=table, pages=operand.pages)
 
     def lookup(self, key):
-        """Return (page, row within it) of a token."""
+        """Return (page, row within the page) of a token."""
         page, row = self.pages.split(key)
         return load_index(self.table, page), row
 
 
 @dataclass
 class PageBoxes(PagedSource):
-    """A box holds all columns of ``box_rows`` tokens, so a page of 16 x 128 takes one instruction for 4 KiB.
+    """Paged KV source with TMA boxes of ``box_rows`` tokens and all columns.
 
-    The tensor is seen as [slots, core matrices of rows, column blocks, 8 rows, 64 columns], without the column blocks
-    where one is all there is. A slot is one head of one page and slots lie one head stride apart: that takes a page
-    stride that is a multiple of the head stride.
+    A page of 16 x 128 takes one instruction for 4 KiB.
+
+    The tensor map has the dimensions [slots, core matrices of rows, column blocks, 8 rows, 64 columns]. It omits the
+    column blocks if there is only one. A slot is one head of one page, and slots are one head stride apart. The page
+    stride must therefore be a multiple of the head stride.
     """
 
     slots_per_page: Int32  # page stride / head stride
@@ -338,8 +344,8 @@ class PageBoxes(PagedSource):
 
     @cute.jit
     def load(self, first, end, ring, step, partial_barrier, partials):
-        # A lookup serves as many tiles as lanes have boxes for. Loaders share schedulers with the warps of softmax: 96
-        # instructions less for a tile made steps 1 % shorter (H200, 2026-11-22).
+        # One lookup serves all tiles for which the warp has enough lanes. Loaders share schedulers with the softmax
+        # warps: 96 fewer instructions per tile made steps 1 % shorter (H200, 2026-11-22).
         tiles = LANES // self.boxes
         for last in cutlass.range(end - 1, first - 1, -tiles, unroll=1):
             slots, core_matrices, scales = self.locate(last - (tiles - 1))
@@ -354,11 +360,12 @@ class PageBoxes(PagedSource):
         return step, partials
 
     def locate(self, tile):
-        """Return to lane i the (slot, eight of rows, address of the scales) of box i, counted from the tile's first,
-        past its last those of the next tile.
+        """Return (slot, core matrix of rows, address of the scales) of box i in lane i.
 
-        Outside the needed tokens a needed page is fetched again: every tile then has the same number of bytes, and no
-        other table entry is read.
+        Boxes are counted from the tile's first box.
+
+        Lanes past the tile's last box hold boxes of the next tile. A box without needed tokens fetches a needed page
+        again. Every tile then has the same number of bytes, and no other table entry is read.
         """
         key = tile * self.tile_n + cute.arch.lane_idx() * self.box_rows
         first_box = self.first_key // self.box_rows * self.box_rows
@@ -377,7 +384,7 @@ class PageBoxes(PagedSource):
 
     @property
     def box_bytes(self) -> int:
-        """Return the distance from one box to the next in shared memory, in bytes."""
+        """Distance between consecutive boxes in shared memory, in bytes."""
         return self.box_rows * self.columns * HALFWORD_BYTES
 
     @cute.jit
@@ -396,8 +403,10 @@ class PageBoxes(PagedSource):
 
     @property
     def whole_pages(self) -> bool:
-        """Tell whether a box must be a whole page: below the tallest one that tiles are made of, a page of a power of
-        two is no taller."""
+        """Whether a box must be a whole page.
+
+        For page sizes that are powers of two, a box below the maximum height for tiles is as tall as the page.
+        """
         return isinstance(self.pages, EvenPages) and self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
 
     def load_box(self, box, slot, core_matrix, barrier) -> None:
@@ -407,10 +416,10 @@ class PageBoxes(PagedSource):
 
 @dataclass
 class PageColumnBoxes(PageBoxes):
-    """Boxes for head dims that do not fill the last column block: a box is one, which TMA fills up with zeros."""
+    """TMA boxes of one column block each, for head dims that do not fill the last block; TMA fills it with zeros."""
 
     columns_first = False
-    one_loop = True  # another copy of so many boxes spills
+    one_loop = True  # a second copy of this many boxes spills
 
     @property
     def box_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Where one request's tokens are, read from the device-side offsets and lengths."""
+"""The location of one request's tokens, from device-side offsets and lengths."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Request(DeviceStruct):
     index: Int32
     q_start: Int32  # first row of the request in query
     o_start: Int32
-    k_start: Int32  # first row in contiguous K; 0 when paged
+    k_start: Int32  # first row in contiguous K; 0 for paged K
     v_start: Int32
     lse_start: Int32
     q_len: Int32
@@ -22,17 +22,17 @@ class Request(DeviceStruct):
 
     @staticmethod
     def of_lengths(index, q_start, q_len, kv_len) -> "Request":
-        """Return a request of decode: its output begins where its queries do, and K and V are in pages."""
+        """Return a request of decode: its output begins at the same row as its queries, and K and V are paged."""
         return Request(index, q_start, q_start, Int32(0), Int32(0), q_start, q_len, kv_len)
 
     @property
     def first_position(self):
-        """Return the absolute key position of query row 0 (bottom-right alignment); negative when kv_len < q_len."""
+        """Absolute key position of query row 0 (bottom-right alignment); negative if kv_len < q_len."""
         return self.kv_len - self.q_len
 
 
 def _tokens(offset, token_elements):
-    """Return an offset in elements as a row number. The division is unsigned: uint32 offsets use all 32 bits."""
+    """Convert an offset in elements to a row number. The division is unsigned: uint32 offsets use all 32 bits."""
     return (offset.to(Uint32) // Uint32(token_elements)).to(Int32)
 
 

@@ -1,17 +1,16 @@
-"""Equal CTA parts of the keys of all requests for all CTAs of MLA decode.
+"""CTA parts for MLA decode: the keys of all requests are cut into equal parts, one per CTA.
 
-Chunks of one length, cut by a rule that looks at nothing but a request, give results that do not depend on the batch
-(``split.py``). But they are work in coarse partials for CTAs, and many partial results of a request.
+Split-KV (``split_kv.py``) cuts chunks of one length by a rule that depends only on the request. Its results do not
+depend on the batch. But its work tiles are coarse, and a request has many partial results.
 
-CTA parts look at all requests: their steps of keys form one list, request by request, which is cut into as many equal
-CTA parts as there are CTAs for a row tile, and each CTA takes one CTA part for one row tile. So most requests are cut
-once or not at all, and CTAs end at the same time. CTAs of different row tiles that have the same CTA part lie side by
-side, so that their keys come from memory once.
+CTA parts depend on all requests. The steps of keys of all requests form one list, request by request. The list is cut
+into equal CTA parts, one for each CTA of a row tile. Each CTA takes one CTA part for one row tile. Most requests are
+therefore cut once or not at all, and all CTAs end at the same time. CTAs of different row tiles with the same CTA part
+are neighbours, so that their keys come from memory once.
 
-Nothing is handed out, hence no tickets: each CTA reads all lengths, adds them up and finds its own chunks. Until it has
-done that it can do nothing else, so what is on this way is short: the lengths of up to 32 requests are read once,
-divisions whose divisor does not depend on them are prepared while they come, and numbers are unsigned where they can
-be.
+There are no tickets: each CTA reads all lengths, adds them up and finds its own chunks. The CTA can do nothing else
+before that, so this path is short. The lengths of up to 32 requests are read once. Divisions whose divisor does not
+depend on the lengths are prepared while the lengths arrive. Numbers are unsigned if possible.
 """
 
 from dataclasses import dataclass
@@ -35,31 +34,33 @@ from hopwell.kernels.parts.partition.split_kv import Span, SplitSchedule, SplitT
 
 @dataclass
 class Sequence(DeviceStruct):
-    """The keys of a request, or of a query token that has a list, in steps."""
+    """The keys of a request in steps. With top-k lists, a query token counts as a request."""
 
     index: Int32
     q_start: Int32
     q_len: Int32
     kv_len: Int32
-    exists: Int32  # 1, or 0 where there is none or it has no rows
+    exists: Int32  # 1, or 0 if there is no request or it has no rows
     steps: Int32
 
 
 @dataclass
 class CtaPartSpan(Span):
-    """A request, or a query token that has a list, in the list of all steps. Places in the list are counted in
-    fractions of a step."""
+    """A request, or a query token with a top-k list, in the list of all steps.
 
-    steps: Int32  # 0 where there is no request
-    place: Int32  # of its first step
-    first_cta_part: Int32  # that has a chunk of it
+    Places in the list are counted in fractions of a step.
+    """
+
+    steps: Int32  # 0 if there is no request
+    place: Int32  # place of its first step
+    first_cta_part: Int32  # the first CTA part with a chunk of it
     chunks: Int32
-    color: Int32  # 0 and 1 by turns, of those that have several chunks
+    color: Int32  # alternates between 0 and 1 over the requests with several chunks
 
     @cute.jit
     def begin(self, chunk, size):
-        """Return the first step of a chunk, or the number of all steps for the chunk after the last."""
-        # What a request takes besides its steps is shared by its ends: so no half step is added to round.
+        """Return the first step of a chunk, or the number of all steps for the chunk past the last one."""
+        # The two ends of a request share its cost besides the steps, so rounding adds no half step.
         inner = ((self.first_cta_part + chunk) * size - self.place) >> FRACTION_BITS
         begin = cutlass.max(cutlass.min(inner, self.steps), 0)
         begin = Int32(0) if chunk == 0 else begin
@@ -68,27 +69,28 @@ class CtaPartSpan(Span):
 
 @cute.jit
 def cta_part_size(total, longest, cta_parts: Divisor):
-    """Say how many fractions of a step are a CTA part, of ``total`` ones in all requests and ``longest`` in one of
-    them.
+    """Return the size of a CTA part in fractions of a step.
 
-    Where CTA parts become little larger, requests of that length are cut into equal chunks, or not at all. With more
-    steps than CTA parts, none is shorter than LEAST_CTA_PART_STEPS: what all CTAs load and leave to be combined,
-    besides keys, takes longer than another step then.
+    ``total`` is the number of fractions of all requests, ``longest`` the number of the longest request. If CTA parts
+    become only little larger, requests of that length are cut into equal chunks, or not at all.
+
+    With more steps than CTA parts, no CTA part is shorter than LEAST_CTA_PART_STEPS. Below that, the loads besides keys
+    and the combine work of all CTAs take longer than another step.
     """
     equal = cta_parts.divide(total + (cta_parts.value - 1))
     size = cutlass.max(equal, LEAST_CTA_PART_STEPS * FRACTIONS if total > cta_parts.value * FRACTIONS else FRACTIONS)
     large, small = cutlass.max(longest, size), cutlass.min(longest, size)
     is_cut = longest >= size
-    # The count is of chunks in a request, or else of requests in a chunk.
+    # ``count`` is the number of chunks of a request, or else the number of requests in a chunk.
     count = quotient(large + (Int32(0) if is_cut else small - 1), small)
     even = quotient(longest + (count - 1), count) if is_cut else longest * count
-    # CTA parts that are longer than they need to be leave room for more.
+    # CTA parts that are already longer than necessary may grow more.
     return even if even - size <= (size // UNEVEN if equal == size else size) else size
 
 
 @dataclass
 class CtaPartSchedule(SplitSchedule):
-    """The schedule of a CTA that has one CTA part, or one for each of several row tiles where CTAs are few."""
+    """The schedule of a CTA with one CTA part. If CTAs are few, it has one CTA part for each of several row tiles."""
 
     def _sequence(self, index) -> Sequence:
         q_start, q_len, kv_len = self._lengths(index)
@@ -101,7 +103,7 @@ class CtaPartSchedule(SplitSchedule):
 
     @cute.jit
     def _cta_part_size(self, sequence: Sequence, cta_parts: Divisor):
-        """Say how long a CTA part is; ``sequence`` is this lane's among the first ones."""
+        """Return the size of a CTA part. ``sequence`` is this lane's sequence among the first ones."""
         total, longest = sequence.steps + REQUEST_STEPS * sequence.exists, sequence.steps
         for first in cutlass.range(LANES, self._sequence_count, LANES, unroll=1):
             more = self._sequence(first + cute.arch.lane_idx())
@@ -112,12 +114,14 @@ class CtaPartSchedule(SplitSchedule):
 
     @cute.jit
     def _cta_part_span(self, sequence: Sequence, place, color, size):
-        """Return where this lane's request is, the first lane's of which begins at ``place`` and has this ``color`` if
-        it is cut; and where the one after it begins, and its color."""
+        """Return (span of this lane's request, place and color of the request after it).
+
+        The first lane's request begins at ``place``, and has this ``color`` if it is cut.
+        """
         own = (sequence.steps + REQUEST_STEPS * sequence.exists) * FRACTIONS
         end = place + running_sum(own)
         begin, last_cta_part = end - own, Int32(self.geometry.cta_parts) - 1
-        # A cut this close to where a request begins or ends is made there.
+        # A cut this close to the begin or end of a request moves there.
         snap = cutlass.min(Int32(SNAP_STEPS * FRACTIONS), size // 4)
         first_cta_part = cutlass.min(quotient(begin + snap, size), last_cta_part)
         last = quotient(cutlass.max(begin + sequence.steps * FRACTIONS - 1 - snap, 0), size)
@@ -130,10 +134,10 @@ class CtaPartSchedule(SplitSchedule):
         return CtaPartSpan(*common, begin, first_cta_part, chunks, own_color), end, next_color
 
     def _cta_part_tile(self, span: CtaPartSpan, cta_part, size, row_tile, combines, group: Divisor) -> SplitTile:
-        """Return the work tile of a request in a CTA part, without keys where it ``combines``.
+        """Return the work tile of a request in a CTA part, without keys if it ``combines``.
 
-        A CTA part has two partials at most, the end of one request and the beginning of another, which have different
-        colors. So a CTA part and a color are a partial's number, in each row tile.
+        A CTA part has at most two partials: the end of one request and the beginning of another. They have different
+        colors. The CTA part and the color therefore number a partial in each row tile.
         """
         of_chunk, chunk = 2 * self._most_of_chunk, cta_part - span.first_cta_part
         first_row, request = row_tile * self.tile_m, span.request()
@@ -147,8 +151,12 @@ class CtaPartSchedule(SplitSchedule):
 
     @cute.jit
     def publish(self, work_queue) -> None:
-        """Post the work tiles of this CTA's CTA parts, then those that are partials again, for what has to be combined
-        of their rows, then the end. Called by one warp."""
+        """Post the work tiles of this CTA's CTA parts, then the work tiles to combine, then the end.
+
+        Called by one warp.
+
+        The work tiles to combine are the partials of this CTA once more, for its share of their rows.
+        """
         row_tiles, sequences = self._most_of_chunk, self._sequence_count
         first_sequence = self._sequence(cute.arch.lane_idx())
         group, cta_parts = Divisor.of(Int32(self.geometry.group)), Divisor.of(Int32(self.geometry.cta_parts))
@@ -163,7 +171,7 @@ class CtaPartSchedule(SplitSchedule):
                 cta_part = first_of_cta_part.divide(place_in_grid)
                 row_tile = place_in_grid - cta_part * row_tiles
                 has_chunk = (span.first_cta_part <= cta_part) & (cta_part < span.first_cta_part + span.chunks)
-                # Where numbers of new tokens are uneven, a request with fewer may have no rows in this tile.
+                # If numbers of new tokens are uneven, a request with fewer tokens may have no rows in this tile.
                 has_chunk &= row_tile < self._row_tiles(span.q_len)
                 lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk & (span.chunks > combines)))
                 while lanes != 0:
@@ -171,7 +179,7 @@ class CtaPartSchedule(SplitSchedule):
                     work_tile = self._cta_part_tile(mine, cta_part, size, row_tile, combines, group)
                     work_queue.post(step, work_tile)
                     if combines == 0:
-                        # The work tile before it does not matter: nobody has to be told of its partial.
+                        # The hook gets no previous work tile, because no partial has to be announced.
                         self.hooks.posted(step, work_tile, SplitTile.nothing())
                     step += 1
                     lanes = lanes & (lanes - 1)
@@ -193,7 +201,7 @@ class CtaPartSchedule(SplitSchedule):
 
 @dataclass
 class TopkCtaPartSchedule(TopkTokens, CtaPartSchedule):
-    """CTA parts of the lists of all query tokens."""
+    """CTA parts over the top-k lists of all query tokens."""
 
     def _sequence(self, index) -> Sequence:
         seen, _, _, exists = self._topk_token(index)

@@ -1,17 +1,18 @@
-"""Which keys of which request a decode CTA works on next.
+"""Split-KV scheduling of decode: the request and keys that a CTA works on next.
 
-The keys of a request are cut into chunks, and a chunk of one KV head and row tile is a work tile. How long chunks
-are depends on nothing but the request's own keys and, of MLA, its new tokens, so that a result never depends on what
-else is in the batch. Work tiles form one list, request by request, chunk by chunk, the heads of a chunk side by side
-because their keys lie side by side in memory. A CTA that needs work takes a ticket for the next place in it.
+A request's keys are cut into chunks. A chunk of one KV head and row tile is a work tile. The chunk length depends only
+on the request's own keys and, for MLA, on its new tokens. A result therefore never depends on the rest of the batch.
+Work tiles form one list, request by request and chunk by chunk. The heads of a chunk are neighbours in the list,
+because their keys are neighbours in memory. A CTA that needs work takes a ticket for the next place in the list.
 
-No one has told the host how long requests are. A warp of each CTA finds the places of its tickets by walking over the
-lengths, a request a lane; tickets only grow, so it walks once.
+The host does not know the lengths of requests. A warp of each CTA finds the places of its tickets by walking over the
+lengths, one request per lane. Tickets only grow, so the warp walks once.
 
-A request has a work tile for each tile of its own rows: of uneven numbers of new tokens, those with fewer have fewer.
+A request has work tiles only for its own row tiles. If numbers of new tokens are uneven, requests with fewer tokens
+have fewer work tiles.
 
-Work tiles of requests with more than one chunk are partials: they leave partial results, see ``partial.py``. Partials
-have a numbering of their own in the order of the list.
+A work tile of a request with more than one chunk writes a partial result, see ``partials.py``. Partials are numbered
+separately, in the order of the list.
 """
 
 from dataclasses import dataclass
@@ -34,32 +35,36 @@ from hopwell.kernels.problem import MaskKind
 
 @dataclass
 class PackedTile(WorkTile):
-    """Some keys of one KV head for one tile of packed rows. ``head`` only says whether there is a tile."""
+    """Some keys of one KV head for one tile of packed rows. ``head`` only marks whether there is a tile."""
 
     def rows(self, group):
-        """Packed rows from the first one on; a tile has so many of them as fit."""
+        """Return the number of packed rows from ``first_row`` on. The tile holds the rows that fit."""
         return self.request.q_len * Int32(group) - self.first_row
 
 
 @dataclass
 class SplitTile(PackedTile):
-    """Work on a chunk of keys. After the last one the fields but ``head`` are the number of all partials, where these
-    are handed out. Where they are not, tiles after the work tiles are partials of this CTA, whose rows it has to
-    combine."""
+    """A work tile of split-KV: a chunk of keys.
+
+    With tickets, the tile after the last one has the number of all partials in every field except ``head``. Without
+    tickets, the tiles after the work tiles are this CTA's partials again, because the CTA has to combine their rows.
+    """
 
     INTS: ClassVar[int] = 22
 
-    chunk: Int32  # number of the chunk among those of its request
-    chunks: Int32  # of the request
-    partial_id: Int32  # number of the partial
-    first_partial: Int32  # of the same rows: that of the first chunk
-    fan_in_partial: Int32  # of the first chunk in its fan-in group of FAN_IN
-    tiles_of_chunk: Int32  # of a chunk: from a partial to that of the next chunk
+    chunk: Int32  # index of the chunk in its request
+    chunks: Int32  # number of chunks of the request
+    partial_id: Int32  # number of this partial
+    first_partial: Int32  # partial of the same rows in the first chunk
+    fan_in_partial: Int32  # partial of the first chunk in this chunk's fan-in group of FAN_IN
+    tiles_of_chunk: Int32  # work tiles of a chunk: the distance from a partial to the partial of the next chunk
 
     @property
     def is_work_tile(self):
-        """Tell whether there are keys to attend to, or that there are none to be told: it is not there to be
-        combined."""
+        """Whether the tile has keys to attend to, or belongs to a request without keys.
+
+        Combine-only tiles are not work tiles.
+        """
         return self.head == 0
 
     def kv_policy(self):
@@ -73,7 +78,7 @@ class SplitTile(PackedTile):
 
 @dataclass
 class Span(DeviceStruct):
-    """What a lane knows of its request, however its keys are cut."""
+    """A lane's data about its request, for any way of cutting the keys."""
 
     index: Int32
     q_start: Int32
@@ -90,18 +95,18 @@ class RequestSpan(Span):
 
     chunk_tokens: Int32
     first_chunk: Int32  # chunks before this one hold no key that a row sees
-    chunks: Int32  # 0 where there is no request
+    chunks: Int32  # 0 if there is no request
 
 
 @dataclass
 class ScheduleHooks(DeviceStruct):
-    """What the warp that schedules does for work tiles beyond posting them: nothing, unless a kernel has more to do."""
+    """Hooks of the scheduler warp for each work tile, besides posting it. The defaults do nothing."""
 
     def posted(self, step, work_tile: SplitTile, before: SplitTile) -> None:
-        """A work tile has been posted, ``before`` is the one before it, at first :meth:`SplitTile.nothing`."""
+        """Handle a posted work tile; ``before`` is the work tile before it, at first :meth:`SplitTile.nothing`."""
 
     def ended(self, step, last: SplitTile) -> None:
-        """``step`` work tiles have been posted, ``last`` was the last."""
+        """Handle the end, after ``step`` posted work tiles; ``last`` is the last one."""
 
 
 @dataclass
@@ -111,44 +116,47 @@ class SplitSchedule(DeviceStruct):
     mask: IntervalMask
     tile_m: int
     tile_n: int
-    chunk_tokens: int  # of short requests
-    halves: bool  # whether they are half as long in requests of middle length
+    chunk_tokens: int  # chunk length of short requests
+    halves: bool  # whether requests of middle length have chunks of half that length
     hooks: ScheduleHooks
 
     @property
     def _sequence_count(self):
-        """Say how many requests, or tokens with lists, there are."""
+        """Number of requests, or of tokens with top-k lists."""
         return Int32(self.geometry.batch)
 
     @property
     def _most_of_chunk(self):
-        """Say how many work tiles have the same keys where a request has the most new tokens."""
+        """Work tiles with the same keys in a request that has the most new tokens."""
         return Int32(self.geometry.kv_heads) * Int32(self.geometry.row_tiles)
 
     def _row_tiles(self, q_len):
-        """Say how many tiles the rows of a request with ``q_len`` new tokens have."""
+        """Return the number of row tiles of a request with ``q_len`` new tokens."""
         return (cutlass.max(q_len, 0) * Int32(self.geometry.group) + (self.tile_m - 1)) // self.tile_m
 
     def _of_chunk(self, q_len):
-        """Say how many work tiles of a request with ``q_len`` new tokens have the same keys. They lie side by side."""
+        """Return the number of work tiles with the same keys, for ``q_len`` new tokens.
+
+        These work tiles are neighbours in the list.
+        """
         return Int32(self.geometry.kv_heads) * self._row_tiles(q_len)
 
     def _most_chunks(self, q_len):
-        """Say how many chunks a request of ``q_len`` new tokens has at most."""
+        """Return the maximum number of chunks of a request with ``q_len`` new tokens."""
         return Int32(MAX_CHUNKS)
 
     def _lengths(self, index):
-        """Return (first token, new tokens, keys) of a request, of the last one where there is none of that index."""
+        """Return (first token, new tokens, keys) of a request. An ``index`` past the end gives the last request."""
         g, a = self.geometry, self.addresses
         safe = cutlass.min(index, Int32(g.batch) - 1)
         q_start = load_int(a.q_offsets, safe, safe * Int32(g.q_len))
         q_end = load_int(a.q_offsets, safe + 1, q_start + Int32(g.q_len))
-        # Tiles and slots have room for as many rows as the bound says, and behind the end of Q there are none.
+        # Tiles and slots have room only for the caller's maximum of new tokens, and Q has no rows past its end.
         q_len = cutlass.min(cutlass.min(q_end - q_start, Int32(g.q_len)), Int32(g.tokens) - q_start)
-        # A negative length, which is no length, would wrap around in differences. Behind a table's end are no pages.
+        # An invalid negative length would wrap around in differences. There are no pages past the end of a page table.
         kv_len = cutlass.max(cutlass.min(load_int(a.kv_lens, safe, 0), Int32(g.capacity)), 0)
         if const_expr(self.mask.kind is MaskKind.CYCLIC):
-            # A rank may hold keys behind its causal bound, which no row sees: they count as past the end.
+            # A DCP rank may hold keys past its causal bound. No row sees them, so they count as past the end.
             request = Request.of_lengths(safe, q_start, q_len, kv_len)
             last = TokenPositions.of_request(self.mask.kind, request, a, g).of(q_len - 1)
             kv_len = cutlass.max(cutlass.min(kv_len, last + 1), 0)
@@ -170,7 +178,7 @@ class SplitSchedule(DeviceStruct):
 
     @cute.jit
     def _shift(self, begin, seen, q_len):
-        """Return log2 of the keys of a chunk, of a request's keys [begin, seen)."""
+        """Return log2 of the chunk length of a request with the visible keys [begin, seen)."""
         shift = Int32(self.chunk_tokens.bit_length() - 1)
         if const_expr(self.halves):
             shift -= (seen > self.chunk_tokens and seen < LONG_TOKENS).to(Int32)
@@ -180,7 +188,10 @@ class SplitSchedule(DeviceStruct):
         return shift
 
     def _tile(self, span: RequestSpan, work_tile, partials) -> SplitTile:
-        """Return the work tile of a request; ``partials`` are those of all requests before."""
+        """Return the work tile at index ``work_tile`` of a request.
+
+        ``partials`` is the number of partials of all earlier requests.
+        """
         of_chunk, request = self._of_chunk(span.q_len), span.request()
         chunk = work_tile // of_chunk
         place = work_tile - chunk * of_chunk
@@ -192,21 +203,27 @@ class SplitSchedule(DeviceStruct):
         return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
 
     def _head(self, place, row_tiles):
-        """Return (KV head, first row) of one of the work tiles that have the same keys, where a head has so many tiles
-        of rows."""
+        """Return (KV head, first row) of the work tile at ``place`` among the work tiles with the same keys.
+
+        Each head has ``row_tiles`` tiles of rows.
+        """
         kv_head = place // row_tiles
         return kv_head, (place - kv_head * row_tiles) * self.tile_m
 
     def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
-        """Return the KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin``
-        on."""
+        """Return the KV tiles that the rows from ``first_row`` on visit in a chunk.
+
+        The chunk has ``tokens`` keys from ``begin`` on.
+        """
         group = Int32(self.geometry.group)
         last = cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1)
         return self._keys_of_tokens(request, first_row // group, last, begin, tokens)
 
     def _keys_of_tokens(self, request: Request, first_token, last_token, begin, tokens) -> TileRange:
-        """Return the KV tiles that these new tokens of a request visit in the chunk of ``tokens`` keys from ``begin``
-        on."""
+        """Return the KV tiles that these new tokens of a request visit in a chunk.
+
+        The chunk has ``tokens`` keys from ``begin`` on.
+        """
         positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
         first, last = positions.of(first_token), positions.of(last_token)
         keys = self.mask.tiles(first, last, request, self.tile_n)
@@ -218,15 +235,14 @@ class SplitSchedule(DeviceStruct):
 
     @cute.jit
     def _requests(self, first):
-        """Return a lane's request among those from ``first`` on, and the work tiles, and the partials, of all up to
-        it."""
+        """Return a lane's request, counted from request ``first``, and the work tiles and partials up to its end."""
         span = self._span(first + cute.arch.lane_idx())
         of_chunk = self._of_chunk(span.q_len)
         return span, running_sum(span.chunks * of_chunk), running_sum(split_tiles(span.chunks, of_chunk))
 
     @cute.jit
     def partials(self):
-        """Count all partials that there will be. Called by a warp."""
+        """Return the number of all partials. Called by a warp."""
         first, partials = Int32(0), Int32(0)
         while first < self._sequence_count:
             _, _, last_partial = self._requests(first)
@@ -258,8 +274,8 @@ class SplitSchedule(DeviceStruct):
                 self.hooks.posted(step, work_tile, latest)
                 latest = work_tile
                 step += 1
-                # No ticket is drawn before there is room: a work tile that waits here may be one that another CTA could
-                # begin with.
+                # A ticket is drawn only when the queue has room: another CTA could start on a work tile that would wait
+                # here.
                 work_queue.ring.wait_empty(step)
                 place = cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
         self.hooks.ended(step, latest)
@@ -268,15 +284,18 @@ class SplitSchedule(DeviceStruct):
 
 @dataclass
 class LatentSchedule(SplitSchedule):
-    """Partials of MLA are large: a long request has no more of them than it takes to keep all CTAs busy."""
+    """Split-KV schedule of MLA. Its partials are large, so a long request has only enough to keep all CTAs busy."""
 
     def _most_chunks(self, q_len):
         return cutlass.max(Int32(LATENT_WORK_TILES) // cutlass.max(self._row_tiles(q_len), 1), 2)
 
 
 class TopkTokens:
-    """Every query token has a list of tokens: to the other parts it is a request of its own, with its list's entries as
-    keys. A base class before a kind of schedule. There is one KV head."""
+    """Schedule mixin for top-k indices: each query token has its own list and is a request to the other parts.
+
+    The entries of the list are the keys of that request. This is a base class before a kind of schedule. There is one
+    KV head.
+    """
 
     addresses: Addresses
     geometry: DecodeGeometry
@@ -287,8 +306,10 @@ class TopkTokens:
 
     @cute.jit
     def _request_of(self, place):
-        """Return the request of the new token at a place among those of all. Where requests have uneven numbers of
-        them, it is the last one that does not begin behind the place."""
+        """Return the request of the new token at ``place`` among all new tokens.
+
+        If requests have uneven numbers of new tokens, this is the last request that begins at or before ``place``.
+        """
         g, offsets = self.geometry, self.addresses.q_offsets
         request = place // Int32(g.q_len)
         if offsets != 0:
@@ -301,13 +322,18 @@ class TopkTokens:
         return request
 
     def _topk_keys(self, kv_len, q_len, token):
-        """Say how many entries of its list a new token of a request sees: of short requests those that there are."""
+        """Return the number of list entries that a new token sees.
+
+        In a short request, this is its number of visible keys.
+        """
         return cutlass.max(cutlass.min(kv_len - q_len + token + 1, Int32(self.geometry.topk)), 0)
 
     @cute.jit
     def _topk_token(self, place):
-        """Return (keys that the new token at a place sees, new tokens and keys of its request), and whether a request
-        has the token: there may be more behind those of the last one."""
+        """Return (keys that the new token sees, new tokens of its request, keys of its request, whether it exists).
+
+        The token is at ``place`` among all new tokens. Places past the last request's tokens belong to no request.
+        """
         q_start, q_len, kv_len = self._lengths(self._request_of(place))
         exists = (place < self._sequence_count) & (q_start <= place) & (place < q_start + q_len)
         return self._topk_keys(kv_len, q_len, place - q_start), q_len, kv_len, exists
@@ -315,8 +341,11 @@ class TopkTokens:
 
 @dataclass
 class TopkSchedule(TopkTokens, LatentSchedule):
-    """A token's work tiles follow those of the token before, so that slots are needed for the partials of one token at
-    a time. Chunks are as long as if it saw what its request's last token sees."""
+    """Split-KV schedule over top-k lists. Each token's work tiles follow the tiles of the token before.
+
+    Slots are therefore needed for the partials of one token at a time. The chunk length is computed as if the token saw
+    the keys of its request's last token.
+    """
 
     @cute.jit
     def _span(self, index):
@@ -328,5 +357,5 @@ class TopkSchedule(TopkTokens, LatentSchedule):
 
 
 def split_tiles(chunks, of_chunk):
-    """Say how many partials are among the work tiles of a request."""
+    """Return the number of partials among the work tiles of a request."""
     return chunks * of_chunk * (chunks > 1).to(Int32)

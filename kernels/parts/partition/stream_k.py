@@ -1,18 +1,19 @@
-"""Which leaves of which request a CTA of decode with few rows works on next.
+"""Stream-K scheduling of decode with few rows: the leaves that a CTA works on next.
 
-A *line* is what one tile of a KV head's rows of a request attends to, cut into leaves of so many keys, counted from
-right to left. The lines of a head, request after request, are a *head list*; where requests have more rows than a tile,
-a head has a head list for each tile of them. HeadLists are cut into ranges: one of its own for every CTA, and at the
-end short ones, as long as a subtree, for those that are done, handed out by tickets. StreamKRanges of all head lists
-that have the same leaves go to neighbouring CTAs at the same time, because their keys are neighbours in memory, or the
-same: with one list of all heads, one behind the other, 1 x 131072 tokens took 169 instead of 135 us (H200, 2026-11-23).
-What a range has of a line is a *segment*.
+A *line* is the output tile of stream-K: the keys that one row tile of a request and KV head attends to. It is cut into
+leaves of a fixed number of keys, counted from right to left. The lines of a head, request after request, form a *head
+list*. If requests have more rows than a tile, each row tile of a head has its own head list.
 
-What is computed of leaves is combined as a tree in which every leaf has its place, see ``tree.py``, so that it never
-changes a bit where ranges begin. So that few nodes are left, segments are whole subtrees of 2^shift leaves of a line,
-but for the line's last: one in which a range ends within the line is the next range's.
+Head lists are cut into ranges. Every CTA owns one range. At the end of a head list are short ranges, one subtree long,
+which CTAs that are done take by tickets. Neighbouring CTAs process the same leaves of all head lists at the same time.
+The keys of these leaves are neighbours in memory, or identical. A single list with one head after the other took 169
+instead of 135 us for 1 x 131072 tokens (H200, 2026-11-23). The part of a line in a range is a *segment*.
 
-No one has told the host how long requests are: a warp of each CTA adds up their leaves, and then walks over them to the
+The results of leaves are combined as a tree in which every leaf has a fixed place, see ``tree.py``. The boundaries of
+ranges therefore never change a bit. To leave few nodes, segments consist of whole subtrees of 2^shift leaves of a line,
+except for the line's last subtree. A subtree that crosses the end of a range within the line belongs to the next range.
+
+The host does not know the lengths of requests. A warp of each CTA adds up their leaves, and then walks over them to the
 places of its ranges.
 """
 
@@ -33,11 +34,11 @@ from hopwell.kernels.parts.partition.tiles import draw_ticket, hand_back_tickets
 
 @dataclass(frozen=True)
 class StreamKRanges(DeviceStruct):
-    """How head lists of leaves are cut into ranges and subtrees, which CTAs own or are handed."""
+    """Ranges and subtrees of head lists. CTAs own the ranges or take them by tickets."""
 
     leaves: Int32  # of a head list
-    own_waves: Int32  # of ranges that CTAs own, one of each head list
-    own: Int32  # leaves of such a range
+    own_waves: Int32  # layers of ranges owned by CTAs; a layer has one range of each head list
+    own: Int32  # leaves of an owned range
     shift: Int32  # log2 of the leaves of a subtree
 
     @staticmethod
@@ -45,10 +46,12 @@ class StreamKRanges(DeviceStruct):
     def of(
         head_lists, leaves, requests, ctas: Divisor, own_waves: Divisor, most_subtrees: cutlass.Constexpr[int]
     ) -> "StreamKRanges":
-        """Cut head lists so that a CTA's equal share has ``most_subtrees`` subtrees at most; there are ``own_waves``
-        whole layers of CTAs. What is handed out has to be combined, unless lines are as short as subtrees: 32 x 8192
-        tokens take 247 us where every CTA has its share, 251 where an eighth is handed out, 256 x 1024 tokens 251 and
-        247 (H200, 2026-11-23)."""
+        """Cut head lists so that a CTA's equal share has at most ``most_subtrees`` subtrees.
+
+        ``own_waves`` is the number of whole layers of CTAs. Work taken by tickets has to be combined, unless lines are
+        as short as subtrees. 32 x 8192 tokens take 247 us if every CTA owns its share, and 251 us if an eighth is
+        handed out by tickets. 256 x 1024 tokens take 251 and 247 us (H200, 2026-11-23).
+        """
         share = ctas.divide(head_lists * leaves)
         shift = cutlass.max(bit_length(share) - (most_subtrees.bit_length() - 1), 0)
         own = cutlass.max(share - share // OWN_SHARE, 1)
@@ -57,20 +60,20 @@ class StreamKRanges(DeviceStruct):
             all_own = own_waves.divide(leaves + (waves - 1))
             if ((all_own - share) * WASTE <= cutlass.max(share, WASTE)) & (leaves > requests << shift):
                 own = all_own
-                # StreamKRanges of a single request begin at multiples of ``own``, so that subtrees may be as long as
-                # the largest power of two in it: fewer nodes, and fewer rounds of combines.
+                # Ranges of a single request begin at multiples of ``own``. Subtrees may then be as long as the largest
+                # power of two that divides it. This gives fewer nodes and fewer rounds of combines.
                 if requests == 1:
                     shift = cutlass.max(shift, trailing_zeros(own))
         return StreamKRanges(leaves, waves, own, shift)
 
     @cute.jit
     def own_range(self, wave):
-        """Return (first leaf, end) of the CTAs of a layer; behind the layers that CTAs own they have none."""
+        """Return (first leaf, end) of the CTAs of a layer. Layers past the owned ones are empty."""
         first = self.leaves if wave >= self.own_waves else cutlass.min(wave * self.own, self.leaves)
         return first, cutlass.min(first + self.own, self.leaves)
 
     def handed_out(self, wave):
-        """Return (first leaf, end) of a layer of tickets; layers behind the last leaf have none."""
+        """Return (first leaf, end) of a layer of tickets. Layers past the last leaf are empty."""
         size = Int32(1) << self.shift
         first = cutlass.min(self.own_waves * self.own + wave * size, self.leaves)
         return first, cutlass.min(first + size, self.leaves)
@@ -80,34 +83,34 @@ class StreamKRanges(DeviceStruct):
         return self.own_waves * self.own < self.leaves
 
     def subtree(self, leaf):
-        """Return the first leaf of the subtree of a leaf, counted in its line."""
+        """Return the first leaf of a leaf's subtree, counted in its line."""
         return (leaf >> self.shift) << self.shift
 
     @property
     def head_list_slots(self):
-        """Say how many places there are for nodes of a head list."""
+        """Slots for nodes of a head list."""
         return 2 * (self.leaves >> self.shift) + 2
 
 
 def wave_and_head_list(number, head_lists: Divisor):
-    """Return (layer, head list) of a CTA, or of a ticket: those of a layer have the same leaves of all head lists."""
+    """Return (layer, head list) of a CTA or ticket. A layer has the same leaves of all head lists."""
     wave = head_lists.divide(number)
     return wave, number - wave * head_lists.value
 
 
 @dataclass
 class StreamKTile(PackedTile):
-    """A segment of a line, which is what a CTA gets at a time."""
+    """A segment of a line: the work tile of stream-K."""
 
     INTS: ClassVar[int] = 23
 
     leaves: Int32  # of the line
-    output_tile_start: Int32  # leaves before it in the head list
+    output_tile_start: Int32  # leaves before the line in the head list
     first_leaf: Int32  # of the segment
     end_leaf: Int32
-    shift: Int32  # as in StreamKRanges
+    shift: Int32  # log2 of the leaves of a subtree, as in StreamKRanges
     first_slot: Int32  # of the head list
-    cache_policy: Int32  # of K and V, see copy.tma_load
+    cache_policy: Int32  # L2 policy of K and V, see copy.tma_load
 
     def kv_policy(self):
         return self.cache_policy
@@ -115,17 +118,17 @@ class StreamKTile(PackedTile):
 
 @dataclass
 class StreamKSchedule(SplitSchedule):
-    """The schedule of kernels that combine leaves; ``chunk_tokens`` are the keys of a leaf."""
+    """The schedule of kernels that combine leaves. ``chunk_tokens`` is the number of keys of a leaf."""
 
-    most_subtrees: int  # in a CTA's equal share
-    resident_leaves: int  # of all KV heads, whose keys and values fit into the L2 cache
+    most_subtrees: int  # maximum number of subtrees in a CTA's equal share
+    resident_leaves: int  # leaves of all KV heads whose keys and values fit into the L2 cache
 
     def _shift(self, begin, seen, q_len):
         return Int32(self.chunk_tokens.bit_length() - 1)
 
     @cute.jit
     def _leaves(self, first):
-        """Count the leaves that requests from ``first`` on have in a head list. Called by a warp."""
+        """Return the number of leaves in a head list of the requests from ``first`` on. Called by a warp."""
         chunks = Int32(0)
         for each in cutlass.range(first, self._sequence_count, LANES, unroll=4):
             chunks += self._span(each + cute.arch.lane_idx()).chunks
@@ -133,18 +136,21 @@ class StreamKSchedule(SplitSchedule):
 
     @cute.jit
     def _requests(self, first):
-        """Return a lane's request among those from ``first`` on, and the leaves in a head list of all up to it."""
+        """Return a lane's request, counted from request ``first``, and the leaves in a head list up to its end."""
         span = self._span(first + cute.arch.lane_idx())
         return span, running_sum(span.chunks)
 
     def _tile_range(
         self, span: RequestSpan, place: tuple, output_tile_start, begin, end, ranges: StreamKRanges, policy
     ) -> StreamKTile:
-        """Leaves [begin, end) of a request's line, in the head list, KV head and rows of ``place``."""
+        """Return the segment with leaves [begin, end) of a request's line.
+
+        ``place`` is (head list, KV head, first row).
+        """
         request, tokens = span.request(), span.chunk_tokens
         head_list, head, first_row = place
-        # Leaves are counted from right to left, and are those of all rows: a tile has every leaf of its request, be it
-        # that none of its rows sees a key of it.
+        # Leaves are counted from right to left and shared by all rows. A tile has every leaf of its request, even if
+        # none of its rows sees a key of the leaf.
         first = span.first_chunk + span.chunks - end
         keys = self._keys_of_tokens(request, Int32(0), request.q_len - 1, first * tokens, (end - begin) * tokens)
         numbers = (span.chunks, output_tile_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
@@ -155,7 +161,7 @@ class StreamKSchedule(SplitSchedule):
         """Post every segment that this CTA gets, then the end. Called by one warp."""
         ctas, row_tiles = Divisor.of(Int32(self.geometry.grid)), Int32(self.geometry.row_tiles)
         head_lists = Divisor.of(self._most_of_chunk)
-        # Divisions take their time, and these need no lengths.
+        # Divisions are slow. These divisions do not need the lengths, so they run first.
         own_waves = head_lists.divide(ctas.value)
         own_waves = replace(Divisor.of(cutlass.max(own_waves, 1)), value=own_waves)
         wave, head_list = wave_and_head_list(Int32(cute.arch.block_idx()[0]), head_lists)
@@ -173,15 +179,16 @@ class StreamKSchedule(SplitSchedule):
         while goes_on:
             in_requests = before + cute.arch.shuffle_sync(last_leaf, LANES - 1)
             if leaf >= end:
-                # No ticket is drawn before there is room: a range that waits here may be one that another CTA could
-                # begin with.
+                # A ticket is drawn only when the queue has room: another CTA could start on a range that would wait
+                # here.
                 work_queue.ring.wait_empty(step)
                 wave, head_list = wave_and_head_list(cute.arch.shuffle_sync(draw_ticket(self.addresses), 0), head_lists)
                 head, first_row = self._head(head_list, row_tiles)
                 leaf, end = ranges.handed_out(wave)
                 goes_on = leaf < ranges.leaves
             elif (leaf < before) | (leaf >= in_requests):
-                # The next ticket may be for the same leaves of another head: back to the beginning then.
+                # The next ticket may select the same leaves of another head. The walk then restarts at the first
+                # request.
                 first = Int32(0) if leaf < before else first + LANES
                 before = Int32(0) if leaf < before else in_requests
                 span, last_leaf = self._requests(first)
@@ -207,13 +214,13 @@ class StreamKSchedule(SplitSchedule):
 
 @dataclass
 class TopkStreamKSchedule(TopkTokens, StreamKSchedule):
-    """StreamKRanges of the lists of all query tokens."""
+    """Stream-K schedule over the top-k lists of all query tokens."""
 
     @cute.jit
     def _span(self, index):
         leaf, leaves = Int32(self.chunk_tokens), Int32(0)
         seen, _, _, exists = self._topk_token(index)
-        # A token that no request has has no leaves, not one without keys.
+        # A place without a token has no leaves; a token without keys has one.
         if exists:
             leaves = cutlass.max((seen + (leaf - 1)) // leaf, 1)
         return RequestSpan(index, index, Int32(1), seen, leaf, Int32(0), leaves)

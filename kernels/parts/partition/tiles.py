@@ -1,12 +1,12 @@
-"""Which query tile a CTA works on next.
+"""Persistent scheduling of query tiles: the query tile that a CTA works on next.
 
-A persistent grid: tiles form one list, request by request, longest first within a section of a request's heads where
-causality makes them unequal. A CTA that needs work takes a ticket for the next place in it, the first place is its own
-number. Which CTA computes a tile never changes the result, only when it is ready. A section has as few heads as it
-takes for several CTAs to read the same K and V at a time, which then come from the L2 cache.
+Tiles form one list, request by request. Within a section of a request's heads, tiles are ordered longest first if
+causality makes them unequal. A CTA's first place in the list is its own number. For every further tile it takes a
+ticket, which is the next place. The CTA that computes a tile never affects the result, only its time. A section (head
+swizzle) has few heads, so that several CTAs read the same K and V at the same time, from the L2 cache.
 
-One warp walks the list ahead of all others and publishes each tile with everything the others need to know of it, so
-that tickets, divisions and the dependent loads of lengths and offsets cost the others nothing.
+One warp walks the list ahead of all others. It publishes each tile with everything that the others need to know about
+it. Tickets, divisions and the dependent loads of lengths and offsets therefore cost the other warps nothing.
 """
 
 from dataclasses import dataclass
@@ -27,20 +27,23 @@ from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange
 
 @dataclass
 class WorkTile(DeviceStruct):
-    """One query tile of a head, or of several: what every role needs to know of it. All fields are Int32."""
+    """One query tile of one or several heads, as every role needs to know it. All fields are Int32."""
 
     INTS: ClassVar[int] = 16
-    HEAD: ClassVar[int] = 8  # the place of ``head`` among them
+    HEAD: ClassVar[int] = 8  # index of ``head`` among the Int32 fields
 
     request: Request
-    head: Int32  # the first one; END_OF_WORK after the last tile
+    head: Int32  # the tile's first head; END_OF_WORK after the last tile
     kv_head: Int32
     first_row: Int32  # the first token of the tile, within the request
     keys: TileRange
 
     def kv_policy(self):
-        """Say how soon K and V leave the L2 cache where heads share tiles, see copy.tma_load. The keys of a request of
-        few tokens are read once, those of others by one tile after the other, and should be there still."""
+        """Return the L2 cache policy of K and V if heads share tiles, see copy.tma_load.
+
+        The keys of a request with few tokens are read once. The keys of other requests are read by one tile after the
+        other, and should stay in L2.
+        """
         is_short = self.request.q_len <= ATOM_ROWS
         return Int32(EVICT_NORMAL) + is_short.to(Int32) * (EVICT_FIRST - EVICT_NORMAL)
 
@@ -58,7 +61,7 @@ END_OF_WORK = -1
 
 @cute.jit
 def draw_ticket(addresses):
-    """Draw the next ticket, for lane 0: who needs it asks later, when it has come."""
+    """Draw the next ticket, for lane 0. The caller reads the result later, when it has arrived."""
     ticket = Int32(0)
     if cute.arch.lane_idx() == 0:
         ticket = cute.arch.atomic_add(global_pointer(Int32, addresses.tickets), Int32(1))
@@ -67,8 +70,10 @@ def draw_ticket(addresses):
 
 @cute.jit
 def hand_back_tickets(addresses, ctas) -> None:
-    """The last CTA leaves both counters as it found them, for the next launch on this stream. Called by one warp of
-    each when it draws no more tickets."""
+    """Reset both counters to zero in the last CTA, for the next launch on this stream.
+
+    One warp of each CTA calls this when it draws no more tickets.
+    """
     if cute.arch.lane_idx() == 0:
         done = global_pointer(Int32, addresses.tickets + 4)
         if cute.arch.atomic_add(done, Int32(1)) == ctas - 1:
@@ -77,14 +82,16 @@ def hand_back_tickets(addresses, ctas) -> None:
 
 
 def lane_of(place, last_places):
-    """Return the lane whose request has a place of the list. ``last_places`` is a lane's own: how many places there are
-    up to the end of its request."""
+    """Return the lane whose request has ``place`` in the list.
+
+    ``last_places`` is each lane's own value: the number of places up to the end of its request.
+    """
     return cute.arch.popc(cute.arch.vote_ballot_sync(last_places <= place))
 
 
 @dataclass
 class TileSchedule(DeviceStruct):
-    """The list of tiles and this CTA's way through it."""
+    """The list of tiles and the walk of this CTA through it."""
 
     geometry: Geometry
     addresses: Addresses
@@ -94,12 +101,12 @@ class TileSchedule(DeviceStruct):
 
     @property
     def alternates(self) -> bool:
-        """Tell whether tickets are for the first and the second half of the list by turns, see :meth:`_place`."""
+        """Whether tickets alternate between the first and the second half of the list, see :meth:`_place`."""
         return False
 
     @cute.jit
     def _requests(self, first):
-        """Return a lane's request among those from ``first`` on, and the tiles of all of them up to it."""
+        """Return a lane's request, counted from request ``first``, and the number of tiles up to its end."""
         index, tiles = first + cute.arch.lane_idx(), Int32(0)
         request = load_request(cutlass.min(index, Int32(self.geometry.batch) - 1), self.addresses, self.geometry)
         if index < Int32(self.geometry.batch):
@@ -113,8 +120,11 @@ class TileSchedule(DeviceStruct):
         return (request.q_len + (self.tile_shape.tokens - 1)) // self.tile_shape.tokens
 
     def _coordinates(self, q_tiles, place):
-        """Return (query tile, its first head) at a place of a request's list: for each section of heads the tiles from
-        last to first, each for all of these heads, so that heads that share K and V run side by side."""
+        """Return (query tile, its first head) at a place of a request's list.
+
+        Each section of heads has its tiles from last to first, and each tile for all heads of the section. Heads that
+        share K and V therefore run side by side.
+        """
         head_swizzle = Int32(self.geometry.head_swizzle)
         first = place // (head_swizzle * q_tiles) * head_swizzle
         place -= first * q_tiles
@@ -136,7 +146,7 @@ class TileSchedule(DeviceStruct):
 
     @cute.jit
     def _count(self, last_tile):
-        """Count the tiles of all requests; ``last_tile`` is what :meth:`_requests` says of the first ones."""
+        """Return the number of tiles of all requests. ``last_tile`` is the second result of ``_requests(0)``."""
         count = cute.arch.shuffle_sync(last_tile, LANES - 1)
         if Int32(self.geometry.batch) > LANES:
             rest = Int32(0)
@@ -147,9 +157,12 @@ class TileSchedule(DeviceStruct):
         return count
 
     def _place(self, ticket, count):
-        """Return the place of a ticket in a list of ``count`` tiles. By turns it is one of the first and of the second
-        half: requests of many queries, whose tiles need products, and those of a few, which need memory, stand one
-        behind the other in a batch, and take as long as the slower of both where they run side by side."""
+        """Return the place of a ticket in a list of ``count`` tiles.
+
+        Alternating tickets select tiles from the first and the second half in turn. In a mixed batch, requests with
+        many queries are limited by products and requests with few queries by memory. Each kind is contiguous in the
+        batch. Both kinds side by side take only the time of the slower one.
+        """
         if not self.alternates:
             return ticket
         half = (count + 1) // 2
@@ -157,7 +170,7 @@ class TileSchedule(DeviceStruct):
 
     @cute.jit
     def publish(self, work_queue) -> None:
-        """Post every tile this CTA gets, then the end. Called by one warp."""
+        """Post every tile that this CTA gets, then the end. Called by one warp."""
         step, first, tiles, count = Int32(0), Int32(0), Int32(0), Int32(0)
         request, last_tile = self._requests(first)
         if const_expr(self.alternates):
@@ -176,8 +189,8 @@ class TileSchedule(DeviceStruct):
                 work_queue.post(step, tile)
                 self.published(tile, step)
                 step += 1
-                # No ticket is drawn before there is room: a tile that waits here may be one that another CTA could
-                # begin with.
+                # A ticket is drawn only when the queue has room: another CTA could start on a tile that would wait
+                # here.
                 work_queue.ring.wait_empty(step)
                 place = self._place(self._next_ticket(), count)
                 if const_expr(self.alternates):
@@ -188,12 +201,12 @@ class TileSchedule(DeviceStruct):
         hand_back_tickets(self.addresses, Int32(self.geometry.grid))
 
     def published(self, tile: WorkTile, step) -> None:
-        """Called by the same warp for each tile that it has posted: nothing, unless it has more to do with it."""
+        """Do more work for a tile just posted, in the same warp. The default does nothing."""
 
 
 @dataclass
 class AlternatingSchedule(TileSchedule):
-    """The list in two halves, whose tiles are handed out by turns."""
+    """A list in two halves whose tiles are taken alternately."""
 
     @property
     def alternates(self) -> bool:
@@ -220,27 +233,27 @@ class WorkQueue(DeviceStruct):
 
     @cute.jit
     def post_end(self, step, rest=END_OF_WORK) -> None:
-        """Post that there is no more work; ``rest`` is what the other fields say."""
+        """Post the end of the work. ``rest`` is the value of all fields except ``head``."""
         self.ring.wait_empty(step)
         slot = self.slots[None, self.ring.stage(step)]
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(self.kind.INTS):  # readers load a whole tile before they look at it
+            for i in cutlass.range_constexpr(self.kind.INTS):  # readers load a whole tile before they check it
                 slot[i] = Int32(END_OF_WORK if i == self.kind.HEAD else rest)
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
     def read(self, step) -> WorkTile:
-        """Read the tile of ``step``. Called by every reading warp."""
+        """Read the tile of ``step`` and release its slot. Called by every reading warp."""
         tile = self.look(step)
         self.release(step)
         return tile
 
     def look(self, step) -> WorkTile:
-        """Return the tile of ``step``, which stays there until :meth:`release`."""
+        """Return the tile of ``step``, whose slot is kept until :meth:`release`."""
         self.ring.wait_full(step)
         slot = self.slots[None, self.ring.stage(step)]
         return self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])
 
     def release(self, step) -> None:
-        """The warp's lanes meet: combining may have parted them."""
+        """Release the slot of ``step``. The lanes of the warp synchronise first: combining may have diverged them."""
         cute.arch.sync_warp()
         self.ring.release(step)

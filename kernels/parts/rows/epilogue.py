@@ -1,7 +1,7 @@
-"""From accumulator registers to the output tensor and the log-sum-exp.
+"""Epilogue: write accumulator registers to the output tensor, and write the log-sum-exp.
 
-A warp owns its rows of the tile from start to end: it rounds them, lays them out in shared memory, and copies them row
-by row to global memory in 16-byte partials. No other warp's rows are touched, so a warp synchronises only with itself.
+A warp owns its rows of the tile from start to end. It rounds them, stages them in shared memory, and copies them row by
+row to global memory in 16-byte vectors. A warp touches no other warp's rows, so it synchronises only with itself.
 """
 
 from dataclasses import dataclass
@@ -24,37 +24,37 @@ from hopwell.kernels.parts.rows.softmax import LOG2_E, log_sum_exp
 WARP_ROWS = RowFragment.warp_rows
 NVFP4_BLOCK = ELEMENTS["nvfp4"].block
 STAGED_FLOATS = copy.SWIZZLE_ROW_BYTES // 4  # columns of a staged row
-STAGING_BYTES = HALFWORD_BYTES * WARP_ROWS * RowFragment.pass_columns  # of each warp
+STAGING_BYTES = HALFWORD_BYTES * WARP_ROWS * RowFragment.pass_columns  # per warp
 
 
 @dataclass(frozen=True)
 class OutputRows(DeviceStruct):
-    """The rows of ``out`` that a query tile writes: those of its first ``count`` tokens."""
+    """Rows of ``out`` that a query tile writes: the rows of its first ``count`` tokens."""
 
-    address: Int64  # of the tile's first token and head
-    row_bytes: Int64  # from token to token
+    address: Int64  # address of the tile's first token and head
+    row_bytes: Int64  # bytes between tokens
     head_bytes: Int64
     count: Int32
-    columns: int  # of the output; what is stored may have up to 15 more
+    columns: int  # output columns; stores may cover up to 15 more
 
     element_bits = 16
-    lane_columns = 8  # that a lane stores at a time
+    lane_columns = 8  # columns per store of a lane
 
     @classmethod
     def of(cls, tile, columns: int, a: Addresses, g, first_column=0) -> "OutputRows":
-        """Return where the output of ``tile`` goes: ``columns`` columns of it, from ``first_column`` on."""
+        """Return the output rows of ``tile``: ``columns`` columns of it, starting at ``first_column``."""
         return cls(*cls._place(tile, a, g, first_column), tile.request.q_len - tile.first_row, columns)
 
     @classmethod
     def _place(cls, tile, a: Addresses, g, first_column) -> tuple:
-        """Return ``address``, ``row_bytes`` and ``head_bytes``. Strides of elements of less than a byte count bytes."""
+        """Return ``address``, ``row_bytes`` and ``head_bytes``. Strides of elements below one byte are in bytes."""
         size = max(cls.element_bits // 8, 1)
         first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head
         return a.out + size * first + cls.bytes_of(first_column), size * g.o_token, size * g.o_head
 
     @classmethod
     def bytes_of(cls, columns):
-        """Return how many bytes so many elements take."""
+        """Return the bytes of ``columns`` elements."""
         return columns * cls.element_bits // 8
 
     @cute.jit
@@ -67,10 +67,10 @@ class OutputRows(DeviceStruct):
         dtype: cutlass.Constexpr,
         first_column: cutlass.Constexpr = 0,
     ):
-        """Round ``output`` (a fragment, from column ``first_column`` of the output on) times ``factors`` to ``dtype``
-        and write this warp's valid ``rows``.
+        """Multiply ``output`` by ``factors``, round it to ``dtype`` and write this warp's valid ``rows``.
 
-        ``staging`` is the warp's own shared memory.
+        ``output`` is a fragment that starts at column ``first_column`` of the output. ``staging`` is the warp's own
+        shared memory.
         """
         lane = cute.arch.lane_idx()
         pass_columns = self.pass_columns(output)
@@ -83,7 +83,7 @@ class OutputRows(DeviceStruct):
             cute.arch.sync_warp()
             for step in cutlass.range_constexpr(output.warp_rows // rows_at_once):
                 row, vector = step * rows_at_once + lane // vectors, lane % vectors
-                # Lanes past the last column, which store nothing, read what is there.
+                # Lanes past the last column store nothing, so they read the last valid vector.
                 words = self.staged_words(
                     output, staging, row, cutlass.min(vector, rest // self.lane_columns - 1), dtype
                 )
@@ -101,24 +101,24 @@ class OutputRows(DeviceStruct):
             cute.arch.sync_warp()
 
     def pass_columns(self, output) -> int:
-        """Columns that go through shared memory at a time."""
+        """Columns staged through shared memory in one pass."""
         return output.pass_columns
 
     def stage(self, output, staging, factors, begin: int, columns: int, dtype) -> None:
         output.stage(staging, factors, begin, columns, dtype)
 
     def staged_words(self, output, staging, row, vector, dtype) -> list:
-        """Return what a lane stores: ``lane_columns`` columns of a staged row."""
+        """Return the words that a lane stores: ``lane_columns`` columns of a staged row."""
         return copy.load_shared(output.staged_vector(staging, row, vector), 4)
 
     def write(self, place, words, token, head, column) -> None:
-        """Store what a lane has of a token's row of a head, counted from the tile's first one."""
+        """Store a lane's words of one token and head, both relative to the tile's first."""
         copy.store_global(place, words)
 
 
 @dataclass(frozen=True)
 class ConvertedRows(OutputRows):
-    """Output of 16 bits that is staged as float32: for fragments that do not hold the pairs that stmatrix takes."""
+    """16-bit output staged as float32, for fragments without the 16-bit pairs that stmatrix takes."""
 
     def pass_columns(self, output) -> int:
         return STAGED_FLOATS
@@ -139,7 +139,7 @@ class ConvertedRows(OutputRows):
 
 @dataclass(frozen=True)
 class E4m3Rows(ConvertedRows):
-    """Output of e4m3, whose largest values saturate."""
+    """e4m3 output; values beyond the e4m3 range saturate."""
 
     element_bits = 8
 
@@ -149,13 +149,15 @@ class E4m3Rows(ConvertedRows):
 
 @dataclass(frozen=True)
 class Nvfp4Rows(ConvertedRows):
-    """Output of NVFP4: a lane has a block, and stores its scale as well. Scales are in the 128x4 order: 512 bytes have
-    those of 128 rows by 4 columns, one byte for each of 4 columns in turn, of rows 32 apart, and of neighbouring rows.
+    """NVFP4 output: each lane has one block, and also stores the scale of the block.
+
+    Scales are in the 128x4 order: 512 bytes hold the scales of 128 rows by 4 columns. The innermost bytes are the 4
+    columns. Rows 32 apart come next, then neighbouring rows.
     """
 
     scales: Int64  # address of the whole tensor
-    first_scale_row: Int32  # of the tile's first token
-    first_scale_column: Int32  # of the tile's first head and column
+    first_scale_row: Int32  # scale row of the tile's first token
+    first_scale_column: Int32  # scale column of the tile's first head and column
     scale_columns: Int32
     head_blocks: int
 
@@ -189,7 +191,7 @@ class Nvfp4Rows(ConvertedRows):
 
 
 def output_rows(dtype, stages_pairs: bool) -> type[OutputRows]:
-    """Say how rows of ``dtype`` are written, from fragments that can be staged as pairs of 16 bits or not."""
+    """Return the class that writes rows of ``dtype``; ``stages_pairs``: whether fragments stage pairs of 16 bits."""
     if dtype.width == 16:
         return OutputRows if stages_pairs else ConvertedRows
     return E4m3Rows if dtype.width == 8 else Nvfp4Rows
@@ -197,19 +199,19 @@ def output_rows(dtype, stages_pairs: bool) -> type[OutputRows]:
 
 @dataclass(frozen=True)
 class RowResults(DeviceStruct):
-    """What a query tile's rows end with besides the output: their normalisation, log-sum-exp and statistics."""
+    """Results of a query tile's rows besides the output: normalisation, log-sum-exp and statistics."""
 
     score: ScoreMap
     sink: Float32  # natural logit
     slope: Float32
-    first_position: Int32  # of the tile's row 0
+    first_position: Int32  # position of the tile's row 0
     head_dim: int
     lse_rows: "LseRows"
     statistics: "StatisticsRows"
 
     @staticmethod
     def create(tile, count, score: ScoreMap, head_dim: int, a: Addresses, g: Geometry) -> "RowResults":
-        """Return where the results of ``tile``'s rows go, the first ``count`` of which are valid."""
+        """Return the destinations of the row results of ``tile``. Its first ``count`` rows are valid."""
         request = tile.request
         room = (
             Int32(g.lse_rows)
@@ -236,7 +238,10 @@ class RowResults(DeviceStruct):
 
     @cute.jit
     def finish(self, softmax, r: cutlass.Constexpr[int], row, lanes_per_row: cutlass.Constexpr[int]):
-        """Write what there is to say of row ``row`` of the tile, r of this lane; returns what normalises its output."""
+        """Write the log-sum-exp and statistics of row ``row`` of the tile, and return its normalisation factor.
+
+        The lane holds this row as its row ``r``.
+        """
         shift = self.score.shift(self.slope, self.first_position + row)
         factor, lse = softmax.finish(r, self.sink - shift, lanes_per_row)
         total = softmax.sum_of_largest(r, lanes_per_row)
@@ -249,11 +254,11 @@ class RowResults(DeviceStruct):
 
 @dataclass(frozen=True)
 class StatisticsRows(DeviceStruct):
-    """Where a query tile's largest logits and sums go. Nothing is written where ``address`` is 0."""
+    """Destinations of a query tile's largest logits and sums. An ``address`` of 0 disables the writes."""
 
-    address: Int64  # of the whole tensor, bytes
-    first: Int64  # the pair of the tile's row 0 and head
-    row: Int64  # pairs from row to row
+    address: Int64  # address of the whole tensor, bytes
+    first: Int64  # pair of the tile's row 0 and head
+    row: Int64  # pairs between rows
     count: Int32
 
     @cute.jit
@@ -266,10 +271,10 @@ class StatisticsRows(DeviceStruct):
 
 @dataclass(frozen=True)
 class LseRows(DeviceStruct):
-    """Where a query tile's log-sum-exp goes. Nothing is written where ``address`` is 0."""
+    """Destination of a query tile's log-sum-exp. An ``address`` of 0 disables the writes."""
 
-    address: Int64  # of the whole tensor, bytes
-    offset: Int64  # of the tile's row 0 and head, elements
+    address: Int64  # address of the whole tensor, bytes
+    offset: Int64  # offset of the tile's row 0 and head, elements
     row: Int64
     natural: Int32
     count: Int32

@@ -1,9 +1,9 @@
-"""Masks in kernels: which keys a query row sees, and from that which KV tiles a query tile visits.
+"""Masks in kernels: the keys that a query row sees, and hence the KV tiles that a query tile visits.
 
 A mask has an interval of keys: the row at position ``p`` sees no key outside ``lo <= j < hi``. The bounds come from the
 rule in ``masks.py``. ``lo`` and ``hi`` never decrease with ``p``, so the first and the last row of a tile bound all
-others. Tile ranges and the per-element predicate follow from the bounds. A mask that also hides keys inside its
-interval is a subclass of ``IntervalMask`` with a predicate of its own, see ``MASK_TYPES``.
+other rows. Tile ranges and the per-element predicate follow from the bounds. A mask that also hides keys inside its
+interval is a subclass of ``IntervalMask`` with its own predicate, see ``MASK_TYPES``.
 """
 
 from dataclasses import dataclass, replace
@@ -32,28 +32,30 @@ class TileRange(DeviceStruct):
 
 @dataclass
 class LogitRow(DeviceStruct):
-    """What turns scores into logits besides the scores: the rows that a lane holds, with slopes of one head."""
+    """Inputs that turn scores into logits, besides the scores: a lane's rows, with the slope of one head."""
 
     positions: tuple  # absolute key position of each row
     kv_len: Int32
     slope: Float32
 
     def of_tile(self, tile_start) -> "LogitRow":
-        """Return the row with what memory says about the tile of keys from ``tile_start`` on. Called by a whole warp,
-        before it has scores to wait for."""
+        """Return the row with the per-tile data from memory for the keys from ``tile_start`` on.
+
+        A whole warp calls this before it waits for scores.
+        """
         return self
 
     def needs_mask(self, may_hide):
-        """Tell whether the tile has hidden keys; ``may_hide`` is what its place says."""
+        """Whether the tile has hidden keys; ``may_hide`` is the answer according to the tile's position."""
         return may_hide
 
 
 @dataclass
 class TokenPositions(DeviceStruct):
-    """Where the new tokens of a request are among its keys, for masks with a diagonal."""
+    """Positions of a request's new tokens among its keys, for masks with a diagonal."""
 
     kind: MaskKind
-    first: Int32  # of the first new token: of a DCP rank among the keys of all, counted from the DCP rank's first one
+    first: Int32  # of the first new token. With DCP: among the keys of all ranks, relative to the rank's first key
     dcp_world: Int32
 
     @staticmethod
@@ -61,12 +63,12 @@ class TokenPositions(DeviceStruct):
         """Return the positions of decode's rows."""
         first = request.first_position
         if const_expr(kind is MaskKind.CYCLIC):
-            # A negative length, which is no length, would wrap around in differences.
+            # An invalid negative length would wrap around in differences.
             first = cutlass.max(load_index(a.k_offsets, request.index), 0) - request.q_len - Int32(g.dcp_rank)
         return TokenPositions(kind, first, Int32(g.dcp_world))
 
     def of(self, token):
-        """Return the last key that a new token sees, -1 or less where it sees none."""
+        """Return the last key that a new token sees, or -1 or less if it sees none."""
         place = self.first + token
         if const_expr(self.kind is MaskKind.CYCLIC):
             return cutlass.max(place, 0) // self.dcp_world - (place < 0).to(Int32)
@@ -77,12 +79,12 @@ class TokenPositions(DeviceStruct):
 class IntervalMask(DeviceStruct):
     """A mask that hides no key inside its interval.
 
-    A subclass that overrides ``apply`` to hide more sets ``is_interval`` to False: every tile then takes the predicate.
-    It may override ``first_hidden`` as well, so that tiles before that key do without it.
+    A subclass that overrides ``apply`` to hide more keys sets ``is_interval`` to False: every tile then takes the
+    predicate. The subclass may also override ``first_hidden``, so that tiles before that key skip the predicate.
     """
 
     kind: MaskKinds
-    size: Int32  # what bounds depend on, see ``Mask.size``
+    size: Int32  # the parameter of the bounds, see ``Mask.size``
 
     is_interval: ClassVar[bool] = True  # whether rows see every key between their bounds
 
@@ -92,7 +94,7 @@ class IntervalMask(DeviceStruct):
 
     @property
     def has_diagonal(self) -> bool:
-        """Return whether tiles besides the last one take the predicate at the right end of their range."""
+        """Whether tiles besides the last one take the predicate at the right end of their range."""
         return self.kind.rule.depends_on_position or not self.is_interval
 
     def first_hidden(self, request: Request):
@@ -125,7 +127,7 @@ class IntervalMask(DeviceStruct):
 
     @cute.jit
     def apply(self, scores, tile_start, row):
-        """Put -inf where a score (of a fragment) belongs to a key that its row (of a LogitRow) does not see."""
+        """Write -inf to scores of the fragment ``scores`` whose key its row in ``row`` (a LogitRow) does not see."""
         for r in cutlass.range_constexpr(scores.rows):
             lo, hi = self.keys(row.positions[r], row.kv_len)
             origin = tile_start + scores.first_column()
@@ -139,14 +141,14 @@ class IntervalMask(DeviceStruct):
 
 
 WORD_BITS = 32
-TOPK_KEYS = 2 * WORD_BITS  # of a tile
+TOPK_KEYS = 2 * WORD_BITS  # per tile
 
 
 @dataclass
 class DraftRow(LogitRow):
-    first_draft: Int32  # the request's first new token as a key
+    first_draft: Int32  # position of the request's first new token among its keys
     q_len: Int32
-    words: tuple  # address of the mask of each row that a lane holds
+    words: tuple  # for each row of the lane, the address of its mask bits
 
     @staticmethod
     def create(request, tokens, a, g) -> "DraftRow":
@@ -157,9 +159,11 @@ class DraftRow(LogitRow):
 
     @cute.jit
     def word(self, r: cutlass.Constexpr[int], index):
-        """Say which of the 32 keys from new token 32 * ``index`` on row r sees: all of those before the new tokens.
-        Bits of keys that the request does not have may be anything: the interval ends before them. Without a mask in
-        memory a new token sees itself and those before it."""
+        """Return 32 bits: the keys from new token 32 * ``index`` on that row r sees.
+
+        All bits of keys before the new tokens are set. Bits of keys that the request does not have are arbitrary: the
+        interval ends before them. Without a mask in memory, a new token sees itself and earlier new tokens.
+        """
         bits = Uint32(0xFFFFFFFF)
         if index >= 0:
             bits = Uint32(0)
@@ -168,7 +172,7 @@ class DraftRow(LogitRow):
                 if hidden < WORD_BITS:
                     bits = Uint32(0xFFFFFFFF) >> cutlass.max(hidden, 0).to(Uint32)
             elif index * WORD_BITS < self.q_len:
-                # The caller's elements are 16 bits wide, and so may be their alignment.
+                # The caller's elements are 16 bits wide, so the address may have only 16-bit alignment.
                 halves = global_array(Uint16, self.words[r])
                 bits = halves[2 * index].to(Uint32) | halves[2 * index + 1].to(Uint32) << Uint32(16)
         return bits
@@ -176,7 +180,7 @@ class DraftRow(LogitRow):
 
 @dataclass
 class DraftMask(IntervalMask):
-    """A window, and among the new tokens whatever the caller's bits say."""
+    """A sliding window; among the new tokens, the caller's bits decide."""
 
     is_interval = False
 
@@ -196,7 +200,7 @@ class DraftMask(IntervalMask):
             for c in cutlass.range_constexpr(scores.columns):
                 nth_word, place = divmod(scores.column_offset(c), WORD_BITS)
                 if const_expr(place == 0):
-                    # Keys from tile_start + 32 * nth_word on have the upper bits of a word and the lower ones of the
+                    # Keys from tile_start + 32 * nth_word on take the upper bits of one word and the lower bits of the
                     # next.
                     words.append(row.word(r, first_word + (nth_word + 1)))
                     above = words[-1] << (Uint32(31) - shift) << Uint32(1)
@@ -208,11 +212,11 @@ class DraftMask(IntervalMask):
 
 @dataclass
 class TopkRow(LogitRow):
-    table: Int64  # address of all lists
-    table_row: Int64  # elements from one to the next
-    index: Int32  # of the list that all rows have
+    table: Int64  # address of all top-k lists
+    table_row: Int64  # elements from one list to the next
+    index: Int32  # of the list, shared by all rows
     tile_start: Int32
-    words: tuple  # a bit for each of TOPK_KEYS keys from there on: whether its entry counts
+    words: tuple  # one bit per key, for TOPK_KEYS keys from tile_start on: whether the entry is valid
 
     @staticmethod
     def create(request, positions: tuple, a, g) -> "TopkRow":
@@ -221,8 +225,8 @@ class TopkRow(LogitRow):
 
     @cute.jit
     def of_tile(self, tile_start):
-        # A lane reads two entries. When each read those of its own columns, as the mask was applied, 64 lists of 2048
-        # and 128 heads took 84.4 instead of 81.2 us (H200, 2026-11-23).
+        # Each lane reads two entries. The alternative, each lane reading the entries of its own columns while it
+        # applies the mask, took 84.4 instead of 81.2 us with 64 lists of 2048 and 128 heads (H200, 2026-11-23).
         tokens = self.table + 4 * self.table_row * self.index
         words = []
         for i in cutlass.range_constexpr(len(self.words)):
@@ -232,13 +236,13 @@ class TopkRow(LogitRow):
         return replace(self, tile_start=tile_start, words=tuple(words))
 
     def needs_mask(self, may_hide):
-        """Tell whether an entry of the tile does not count, which is seldom: lists are full of those that do."""
+        """Whether the tile has an invalid entry. This is rare: most lists are full of valid entries."""
         return self.words[0] & self.words[1] != Uint32(0xFFFFFFFF)
 
 
 @dataclass
 class TopkMask(IntervalMask):
-    """Keys are entries of a list, all of which a row sees but negative ones, which may be anywhere."""
+    """Top-k mask: keys are list entries. A row sees all entries except negative ones, which may be anywhere."""
 
     @cute.jit
     def apply(self, scores, tile_start, row):
@@ -252,10 +256,10 @@ class TopkMask(IntervalMask):
                 scores.set(r, c, scores.get(r, c) if visible else -Float32.inf)
 
 
-# Kinds whose masks are not intervals. A new one needs its class here; no kernel names mask classes.
+# Mask kinds that are not intervals. A new kind needs its class here; no kernel names mask classes.
 MASK_TYPES: dict[MaskKinds, type[IntervalMask]] = {MaskKind.DRAFT: DraftMask}
 
 
 def mask_type(kind: MaskKinds) -> type[IntervalMask]:
-    """Return the class of the masks of a kind."""
+    """Return the mask class of a kind."""
     return MASK_TYPES.get(kind, IntervalMask)

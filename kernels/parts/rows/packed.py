@@ -1,4 +1,4 @@
-"""Rows of decode: the query heads that share a KV head, and the new tokens of a request, packed into one tile.
+"""Packed GQA rows of decode: the query heads of a KV head and the new tokens of a request share one tile.
 
 Row r of a request and KV head is new token r // group and query head kv_head * group + r % group.
 """
@@ -17,16 +17,16 @@ from hopwell.kernels.parts.rows.softmax import log_sum_exp, normalised
 
 @dataclass
 class PackedRows(DeviceStruct):
-    """Where the rows of one tile end up. Row r of the tile is valid for r < ``count``."""
+    """Output locations of the rows of one tile. Row r of the tile is valid for r < ``count``."""
 
     addresses: Addresses
     geometry: DecodeGeometry
-    first_token: Int32  # of the request, in the output
+    first_token: Int32  # first token of the request, in the output
     first_head: Int32
-    first_row: Int32  # of the tile
+    first_row: Int32  # first row of the tile
     count: Int32
-    scale: Float32  # of the output
-    out_bytes: int  # of an element
+    scale: Float32  # output scale
+    out_bytes: int  # bytes of an output element
 
     @staticmethod
     def create(a: Addresses, g: DecodeGeometry, tile, scale, out_bytes: int) -> "PackedRows":
@@ -35,7 +35,7 @@ class PackedRows(DeviceStruct):
         return PackedRows(a, g, *first, tile.rows(group), scale, out_bytes)
 
     def up_to(self, most) -> "PackedRows":
-        """Return these rows, ``most`` of them at most, and none where there are fewer than none."""
+        """Return at most ``most`` of these rows; a negative ``most`` gives none."""
         return replace(self, count=cutlass.max(cutlass.min(self.count, most), 0))
 
     def _place(self, row):
@@ -45,7 +45,7 @@ class PackedRows(DeviceStruct):
         return self.first_token + token, self.first_head + packed - token * group
 
     def query(self, row, q_start, element_bytes: int = HALFWORD_BYTES):
-        """Return the address of a row of queries, those of the request beginning at token ``q_start``."""
+        """Return the address of a query row. The request's queries begin at token ``q_start``."""
         token, head = self._place(row)
         element = Int64(token - self.first_token + q_start) * self.geometry.q_token + head * self.geometry.q_head
         return self.addresses.query + element_bytes * element
@@ -58,13 +58,15 @@ class PackedRows(DeviceStruct):
 
     @cute.jit
     def finish(self, row, reference, total, writes):
-        """Return the factor that turns a row's accumulated output into the result, and store its log-sum-exp as well
-        where it ``writes``."""
+        """Return the factor that turns a row's accumulated output into the result.
+
+        The row's log-sum-exp is stored too if ``writes`` is set.
+        """
         a, g = self.addresses, self.geometry
         token, head = self._place(row)
         factor, lse = normalised(reference, total, load_sink(a.sinks, head))
         if a.lse != 0 and writes:
-            # Reading the sink again costs less than a register that holds it: kernels of MLA spilled 8 bytes.
+            # Reading the sink again is cheaper than keeping it in a register: MLA kernels spilled 8 bytes.
             value = log_sum_exp(lse, load_sink(a.sinks, head), Int32(g.lse_natural))
             global_array(Float32, a.lse)[Int64(token) * g.lse_row + head * g.lse_head] = value
         return factor * self.scale

@@ -1,8 +1,9 @@
-"""Rows of a padded log-sum-exp that belong to no query.
+"""Padding rows of a log-sum-exp tensor, which belong to no query.
 
-Such a tensor has as many rows for each request as the caller's bound says. Tiles write those of a request's queries;
-the others become -inf here, because callers reduce over all of them. To fill the tensor before the launch would take
-0.8 us on the host, half of a warm call without its launch, and a launch more (no GPU's host, 2026-11-24).
+A padded tensor has the caller's maximum number of rows for each request. Tiles write the rows of a request's queries.
+The kernel fills the other rows with -inf here, because callers reduce over all rows. Filling the tensor before the
+launch would cost another launch and 0.8 us on the host (host without a GPU, 2026-11-24). This is half of a warm call
+without its launch.
 """
 
 import cutlass
@@ -15,8 +16,10 @@ from hopwell.kernels.parts.load.sequence import load_request
 
 @cute.jit
 def fill_padding(addresses, geometry) -> None:
-    """Write -inf into every row past its request's queries, a thread of the grid a row at a time. Called once by all of
-    them, before warps take their roles: nothing lives in registers then, and no tile writes these rows."""
+    """Write -inf to every row past its request's queries. Each thread of the grid writes one row at a time.
+
+    All threads call this once, before warps take their roles: no registers are live yet, and no tile writes these rows.
+    """
     threads = Int64(cute.arch.block_dim()[0])
     row = cute.arch.block_idx()[0] * threads + cute.arch.thread_idx()[0]
     end = geometry.batch * Int64(geometry.lse_request) * (addresses.lse != 0).to(Int64)

@@ -1,9 +1,9 @@
-"""Rows of a prefill query tile: which query token and which head each of them is.
+"""Rows of a prefill query tile: the query token and head of each row.
 
-Heads of a KV head that share a tile are one below the other: row r is token r % tokens of head r // tokens of the tile,
-where ``tokens`` is a multiple of 8. So 8 rows, which are a box of Q, an atom of the swizzle, and what a warp has in row
-r of a fragment, belong to one head. Rows that are left over count as further tokens of the last head, which
-are the next tile's to store; what Q they hold is of no account.
+Packed GQA stacks the heads of a KV head in one tile: row r is token r % tokens of head r // tokens. ``tokens`` is a
+multiple of 8. Each group of 8 rows therefore belongs to one head. It is a box of Q, an atom of the swizzle, and a
+warp's share of row r of a fragment. Leftover rows count as further tokens of the last head. These tokens belong to the
+next tile, which stores them, so the Q in these rows does not matter.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,10 @@ from hopwell.kernels.parts.core.device import DeviceStruct
 
 
 def request_shape(shape: TileShape, q_len) -> TileShape:
-    """Return the shape of a request's tiles. Where it has fewer tokens than there is room for, and heads share tiles,
-    they lie close together, so that warpgroups may have no rows at all: 4 heads with a token each take 32 rows of 128.
+    """Return the shape of a request's tiles.
+
+    A request with fewer tokens than the tile has room for packs its heads closely if heads share tiles. Some warpgroups
+    may then have no rows: 4 heads with one token each take 32 of 128 rows.
     """
     if isinstance(shape.heads, int):
         return shape
@@ -30,21 +32,21 @@ def request_shape(shape: TileShape, q_len) -> TileShape:
 class QueryRows(DeviceStruct):
     """A warp's rows of a tile, in core matrices."""
 
-    first: Any  # row of the tile
+    first: Any  # first row within the tile
     shape: TileShape
 
     @property
     def of_one_head(self) -> bool:
-        """Tell whether all rows of the tile are of one head, as far as is known when the kernel is compiled."""
+        """Whether all rows of the tile belong to one head, as known at compile time."""
         return isinstance(self.shape.heads, int) and self.shape.heads == 1
 
     def head(self, core_matrix: int):
-        """Return the head of a core matrix's rows, counted from the tile's first one."""
+        """Return the head of a core matrix's rows, relative to the tile's first head."""
         if self.of_one_head:
             return 0
         return cutlass.min((self.first + core_matrix * ATOM_ROWS) // self.shape.tokens, self.shape.heads - 1)
 
     def token(self, row, core_matrix: int):
-        """Return the token of the warp's row ``row``, which is in ``eight``, counted from the tile's first one."""
+        """Return the token of the warp's row ``row`` in ``core_matrix``, relative to the tile's first token."""
         token = self.first + row
         return token if self.of_one_head else token - self.head(core_matrix) * self.shape.tokens

@@ -1,7 +1,7 @@
-"""From raw scores q k^T to what the softmax sees: scaled, capped, or with a bias for distance.
+"""Map raw scores q k^T to softmax inputs: scaled, soft-capped, or with an ALiBi bias.
 
-A map replaces the scores of a fragment by values in a unit of its own; ``softmax_scale`` turns that unit into natural
-logits inside the softmax's exponential, so that a plain scale costs nothing here.
+A map replaces the scores of a fragment by values in its own unit. ``softmax_scale`` converts this unit to natural
+logits inside the softmax's exponential, so a plain scale costs nothing here.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,14 @@ from hopwell.kernels.parts.core.device import DeviceStruct, bit_length
 from hopwell.kernels.parts.rows.softmax import LOG2_E
 from hopwell.kernels.problem import ScoreKind
 
-SERIES_END = 0.125  # up to where the series of tanh x to x^5 is as good as float32
+SERIES_END = 0.125  # up to this x, the series of tanh x to x^5 is as accurate as float32
 
 
 def tanh(power):
-    """Return tanh x, within 2^-23, from 2 x in powers of two. tanh.approx is good for 11 bits, which a cap of 50 makes
-    0.02."""
+    """Return tanh x within 2^-23; ``power`` is 2 x in powers of two.
+
+    tanh.approx has 11 accurate bits, which is an error of 0.02 with a cap of 50.
+    """
     return 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(power, fastmath=True))
 
 
@@ -40,15 +42,18 @@ class ScoreMap(DeviceStruct):
 
     @property
     def softmax_scale(self):
-        """Return the natural logits per unit of what :meth:`apply` leaves."""
+        """Natural logits per unit of the values that :meth:`apply` writes."""
         if const_expr(self.kind.has_slopes):
             return Float32(1.0)
         return self.soft_cap if const_expr(self.kind.caps) else self.scale
 
     @cute.jit
     def slope(self, head):
-        """Return ALiBi's slope: with n the largest power of two up to the number of heads, 2^(-8 (h + 1) / n) for the
-        first n heads and 2^(-4 (2 (h - n) + 1) / n) for the others. It is 0 without ALiBi."""
+        """Return the ALiBi slope of a head, or 0 without ALiBi.
+
+        Let n be the largest power of two up to the number of heads. The first n heads have the slope 2^(-8 (h + 1) /
+        n). The other heads have 2^(-4 (2 (h - n) + 1) / n).
+        """
         slope = Float32(0.0)
         if const_expr(self.kind.has_slopes):
             numerator, power = 8 * (head + 1), Int32(1) << (bit_length(self.heads) - 1)
@@ -68,7 +73,7 @@ class ScoreMap(DeviceStruct):
                     scores.set(r, c, tanh(power) if self.kind is ScoreKind.SOFT_CAP else precise_tanh(power))
         if const_expr(self.kind.has_slopes):
             factor = self.soft_cap if const_expr(self.kind.caps) else self.scale
-            # Distances from the row's own key give the same softmax as absolute positions, without their rounding.
+            # Distances from the row's own key give the same softmax as absolute positions, but are not rounded.
             for r in cutlass.range_constexpr(scores.rows):
                 distance = tile_start + scores.first_column() - positions[r]
                 bias = slope * distance.to(Float32)
@@ -76,10 +81,12 @@ class ScoreMap(DeviceStruct):
                     scores.set(r, c, scores.get(r, c) * factor + (bias + slope * float(scores.column_offset(c))))
 
     def shift(self, slope, position):
-        """Return what the natural logits of a row at ``position`` lack in the softmax: ALiBi counts from the first
-        key."""
+        """Return the natural logits that the softmax of a row at ``position`` omits.
+
+        ALiBi counts distances from the first key, :meth:`apply` from the row's own key.
+        """
         return slope * position.to(Float32) if self.kind.has_slopes else Float32(0.0)
 
     def largest_logit(self, largest, shift):
-        """Return the natural logit of a row's largest value, for plain scores the raw q k^T."""
+        """Return the natural logit of a row's largest value. For plain scores this is the raw q k^T."""
         return largest * self.soft_cap if self.kind.caps and not self.kind.has_slopes else largest + shift

@@ -1,9 +1,9 @@
-"""Skip-softmax: which KV tiles cannot matter to any row of a warpgroup.
+"""Skip-softmax: skip KV tiles whose weights are negligible in every row of a warpgroup.
 
-A tile other than the first is left out when in each of the warpgroup's rows its largest weight is below
-``factor / kv_len`` of the largest weight so far. Its exponentials and its product with V are left out; K and V are
-still fetched, because other rows may need them, and waited for: a stage is given back only when all is there that TMA
-writes to it.
+A warpgroup skips a tile if the tile's largest weight is below ``factor / kv_len`` of the largest weight so far, in
+every row. The first tile is never skipped. Skipping drops the tile's exponentials and its product with V. K and V are
+still loaded, because other rows may need them. The warpgroup still waits for both, because a stage may be released only
+after TMA has written all of it.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from hopwell.kernels.parts.core.device import DeviceStruct, global_pointer
 @dataclass
 class SkipRule(DeviceStruct):
     factor: Float32
-    scale: Float32  # of the softmax, to base-2 logits
-    pending: Any  # whether the latest tile has a product with V to come
-    skipped: Any  # tiles left out by this warpgroup, once for each 64 rows, or for a tile of fewer
+    scale: Float32  # softmax scale, to base-2 logits
+    pending: Any  # whether the latest tile still needs its product with V
+    skipped: Any  # tiles skipped by this warpgroup, counted once per 64 rows; a tile of fewer rows counts once
 
     @staticmethod
     def create(factor, scale) -> "SkipRule":
@@ -29,14 +29,14 @@ class SkipRule(DeviceStruct):
         return SkipRule(factor, scale, *state)
 
     def note(self, counts: bool, row_blocks=1) -> None:
-        """Remember of the latest tile whether it counts, for so many ``row_blocks`` of 64 rows."""
+        """Record whether the latest tile counts, for ``row_blocks`` blocks of 64 rows."""
         self.pending[0] = int(counts)
         if not counts:
             self.skipped[0] += row_blocks
 
     def unneeded(self, largest, maxima, kv_len):
-        """Tell whether a tile with the row maxima ``maxima`` is too small beside the ``largest`` scores so far."""
-        # A row without a key yet has -inf in both; the difference is NaN, which fmax ignores.
+        """Whether a tile with row maxima ``maxima`` is negligible compared with the ``largest`` scores so far."""
+        # A row that has seen no key has -inf in both. The difference is NaN, which fmax ignores.
         excess = maxima[0] - largest[0]
         for r in range(1, len(maxima)):
             excess = cute.arch.fmax(excess, maxima[r] - largest[r])
@@ -45,6 +45,9 @@ class SkipRule(DeviceStruct):
 
     @cute.jit
     def report(self, address, is_reporter) -> None:
-        """Add what this warpgroup left out. One thread of those that share its rows reports."""
+        """Add this warpgroup's skipped tiles to the counter.
+
+        One thread per group of threads with the same rows reports.
+        """
         if address != 0 and is_reporter:
             cute.arch.atomic_add(global_pointer(Int32, address), self.skipped[0])

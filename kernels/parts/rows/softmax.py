@@ -1,10 +1,11 @@
 """Online softmax over rows of a score fragment, in base 2.
 
-The state of a row is (reference, sum): a raw logit near the largest one seen, and over the keys seen the sum of
-2^(scale * (s - reference)), still split over the lanes that share the row. What has been accumulated so far, the sum
-and the output, is relative to the reference; ``rescale`` says by which factor it changes when the reference moves.
-``scale`` is the natural softmax scale times log2(e); it multiplies inside the exponential, so that raw scores are
-touched once.
+The state of a row is (reference, sum). The reference is a stale row max: a raw logit near the largest one so far. The
+sum adds 2^(scale * (s - reference)) over the keys so far, and is still split over the lanes that share the row. The sum
+and the accumulated output are relative to the reference. When the reference moves, ``rescale`` is the factor for both.
+
+``scale`` is the natural softmax scale times log2(e). It multiplies inside the exponential, so raw scores are touched
+once.
 """
 
 import math
@@ -20,18 +21,19 @@ from hopwell.kernels.parts.core.device import DeviceStruct
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
-# Independent chains for the row maximum and sum: FMNMX and FADD have 4 cycles of latency.
+# Independent chains for the row max and sum: FMNMX and FADD have a latency of 4 cycles.
 CHAINS = 4
 
-# How far, in powers of two, an exponential may exceed 1 before the reference moves. Most steps then leave the output as
-# it is, which saved 64 of 484 instructions a step and gave 2.5 % at 8192 and 16384 tokens (H200, 2026-11-21). 2^8 is
-# exact in every output type, and each row decides for itself, so its result does not depend on its neighbours.
+# Lazy rescale: powers of two by which an exponential may exceed 1 before the reference moves. Most steps then leave the
+# output unchanged. This saved 64 of 484 instructions a step and gained 2.5 % at 8192 and 16384 tokens (H200,
+# 2026-11-21). 2^8 is exact in every output type. Each row decides for itself, so its result does not depend on its
+# neighbours.
 SLACK = 8.0
 FLOAT32_TINY = 1.1754944e-38
 FLOAT32_MAX = 3.4028235e38
-LARGE_FLOAT32 = 1e38  # of which three do not overflow
-MOST_BELOW = 60.0  # powers of two that a tile's reference may lie below the largest score
-# The largest powers of two of element types that weights are rounded to. bf16 has the range of float32 instead.
+LARGE_FLOAT32 = 1e38  # the sum of three does not overflow
+MOST_BELOW = 60.0  # powers of two by which a tile's reference may lie below the largest score
+# The largest powers of two of the element types that weights are rounded to. bf16 has the range of float32 instead.
 E4M3_POWER, FLOAT16_POWER = 8.0, 15.0
 
 
@@ -41,14 +43,14 @@ class OnlineSoftmax(DeviceStruct):
     reference: Any
     largest: Any  # raw logit
     row_sum: Any
-    rescale: Any  # factor for what was accumulated before the latest step
+    rescale: Any  # factor for everything accumulated before the latest step
 
-    headroom = 0.0  # weights reach up to 2 to this power
-    keeps_nan = False  # whether a NaN among scores becomes the maximum of its row
+    headroom = 0.0  # weights reach up to 2^headroom
+    keeps_nan = False  # whether a NaN score becomes the max of its row
 
     @classmethod
     def create(cls, scale, rows: int) -> "OnlineSoftmax":
-        # A scale of zero is legal (uniform attention); the smallest normal number keeps -inf * scale from being NaN.
+        # A scale of zero is legal (uniform attention). The smallest normal number keeps -inf * scale from being NaN.
         scale = cute.arch.fmax(scale * LOG2_E, FLOAT32_TINY)
         state = [cute.make_rmem_tensor(rows, Float32) for _ in range(4)]
         return cls(scale, *state)
@@ -59,7 +61,7 @@ class OnlineSoftmax(DeviceStruct):
         self.row_sum.fill(0.0)
 
     def step(self, scores) -> None:
-        """Replace the scores by their exponentials and bring the state up to date."""
+        """Replace the scores by their exponentials and update the state."""
         for r in range(scores.rows):
             self.accumulate(scores, r, self.maximum(scores, r))
 
@@ -76,35 +78,36 @@ class OnlineSoftmax(DeviceStruct):
         return cute.arch.warp_reduction_sum(value, threads_in_group=lanes)
 
     def accumulate(self, scores, r: int, row_max) -> None:
-        """Replace the scores of row r, the largest of which is ``row_max``, by their exponentials."""
+        """Replace the scores of row r by their exponentials; ``row_max`` is the largest score."""
         self.choose_reference(r, row_max)
         self.exponentials(scores, r)
 
     @cute.jit
     def choose_reference(self, r: cutlass.Constexpr[int], row_max, slack=SLACK) -> None:
-        """Move the reference of row r before scores up to ``row_max``, if that is more than ``slack`` powers of two
-        above it."""
+        """Move the reference of row r to ``row_max`` if that is more than ``slack`` powers of two above it."""
         before = self.reference[r]
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
-        # A row that has seen no key yet has the reference -inf, which any logit exceeds. A NaN becomes the reference.
+        # A row that has seen no key has the reference -inf, which any logit exceeds. A NaN becomes the reference.
         reference = before if row_max * self.scale <= before * self.scale + slack else row_max
         self.reference[r] = reference
         self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
         self.row_sum[r] = self.row_sum[r] * self.rescale[r]
 
     def begin_at(self, r: int, reference) -> None:
-        """Row r has seen nothing, and ``reference`` is the largest score that it will see."""
+        """Initialise row r, which has seen no key. ``reference`` is the largest score that it will see."""
         self.reference[r] = reference
         self.row_sum[r] = Float32(0.0)
 
     @cute.jit
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
-        """Replace the scores of row r by their exponentials relative to its reference, and add them up."""
+        """Replace the scores of row r by their exponentials relative to its reference, and add them to its sum."""
         self.add_up(r, self.some_exponentials(scores, r, None, 0, scores.columns))
 
     def some_exponentials(self, scores, r: int, sums, begin: int, end: int) -> list:
-        """Replace the scores of row r in some columns by their exponentials. Returns the sums of each chain; ``sums``
-        are those of the columns before, None at the first."""
+        """Replace the scores of row r in columns [begin, end) by their exponentials, and return the sum of each chain.
+
+        ``sums`` holds the chain sums of the columns before, or None at the first column.
+        """
         offset = self._safe(self.reference[r]) * self.scale
         if const_expr(self.headroom > 0.0):
             offset -= self.headroom
@@ -116,29 +119,29 @@ class OnlineSoftmax(DeviceStruct):
         return sums
 
     def add_up(self, r: int, sums) -> None:
-        """Add the sums of chains to that of row r."""
+        """Add the sums of the chains to the sum of row r."""
         self.row_sum[r] += (sums[0] + sums[1]) + (sums[2] + sums[3])
 
     @cute.jit
     def _safe(self, reference):
-        """Return ``reference``, or 0 for a row still without a key, because -inf - -inf is NaN."""
+        """Return ``reference``, or 0 for a row that has seen no key, because -inf - -inf is NaN."""
         return Float32(0.0) if reference == -Float32.inf else reference
 
     @cute.jit
     def follow(self, r: cutlass.Constexpr[int], reference) -> None:
-        """Go over to a reference that was chosen elsewhere."""
+        """Adopt a reference that was chosen elsewhere."""
         self.rescale[r] = cute.math.exp2((self.reference[r] - self._safe(reference)) * self.scale, fastmath=True)
         self.row_sum[r] = self.row_sum[r] * self.rescale[r]
         self.reference[r] = reference
 
     @cute.jit
     def factor_from(self, r: cutlass.Constexpr[int], reference):
-        """Return the factor that brings what is relative to ``reference`` to that of row r."""
+        """Return the factor from values relative to ``reference`` to values relative to the reference of row r."""
         return cute.math.exp2((reference - self._safe(self.reference[r])) * self.scale, fastmath=True)
 
     @cute.jit
     def reference_moved(self):
-        """Tell whether any row of this warp has a ``rescale`` other than 1."""
+        """Whether any row of this warp has a ``rescale`` other than 1."""
         moved = self.rescale[0] != 1.0
         for r in cutlass.range_constexpr(1, cute.size(self.rescale)):
             moved = moved or self.rescale[r] != 1.0
@@ -146,15 +149,15 @@ class OnlineSoftmax(DeviceStruct):
 
     @cute.jit
     def sum_of_largest(self, r: int, lanes_per_row: int):
-        """Return the sum of the exponentials of row r relative to its largest logit; 0 where it saw no key."""
+        """Return the sum of the exponentials of row r relative to its largest logit, or 0 if it saw no key."""
         seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
         moved = cute.math.exp2((self.reference[r] - self.largest[r]) * self.scale - self.headroom, fastmath=True)
-        # ``moved`` is NaN where the row saw no key; then the sum is 0, or NaN where all scores were.
+        # ``moved`` is NaN if the row saw no key. The sum is then 0, or NaN if all scores were NaN.
         return seen * moved if self.largest[r] > -Float32.inf else seen
 
     @cute.jit
     def partial(self, r: int, lanes_per_row: int):
-        """Return (reference, sum) of row r over the keys so far, the reference as an exponent of 2."""
+        """Return (reference, sum) of row r over the keys so far. The reference is an exponent of 2."""
         seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
         reference = -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
         return reference - self.headroom, seen
@@ -166,12 +169,12 @@ class OnlineSoftmax(DeviceStruct):
 
 @dataclass
 class TileSoftmax(OnlineSoftmax):
-    """A softmax for weights of few bits: a tile has the reference that fits its own largest score, be it lower than the
-    one before, and its weights reach up to 2^HEADROOM.
+    """Softmax for low-precision weights, which reach 2^HEADROOM: each tile's reference fits its own largest score.
 
-    e4m3 ends at 2^-9, so tiles whose scores all lie some way below those of other tiles would lose their weight if they
-    were rounded relative to the largest score so far. What was accumulated before is brought to the new reference as
-    soon as a tile's product is added, which the caller has to do in float32 anyway: see ``sm90/prefill/fp8.py``.
+    A tile's reference may be lower than the reference of the tile before. e4m3 ends at 2^-9. If weights were rounded
+    relative to the largest score so far, a tile whose scores all lie well below other tiles would lose its weight. The
+    caller rescales the accumulated sums to the new reference when it adds a tile's product. It has to add in float32
+    anyway: see ``sm90/prefill/fp8.py``.
     """
 
     headroom = E4M3_POWER
@@ -180,7 +183,7 @@ class TileSoftmax(OnlineSoftmax):
     def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
         before = self.reference[r]
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
-        # Further below the largest score a weight counts for nothing, and what was accumulated would overflow.
+        # Weights further below the largest score are negligible, and the accumulated values would overflow.
         depth = cute.arch.fmin(MOST_BELOW * cute.arch.rcp_approx(self.scale), LARGE_FLOAT32)
         reference = cute.arch.fmax(row_max, self.largest[r] - depth)
         self.reference[r] = reference
@@ -190,11 +193,11 @@ class TileSoftmax(OnlineSoftmax):
 
 @dataclass
 class ColumnSoftmax(OnlineSoftmax):
-    """The softmax of rows that a :class:`ColumnFragment` holds."""
+    """Softmax of the rows that a :class:`ColumnFragment` holds."""
 
     @classmethod
     def over(cls, scale, rows: int) -> "ColumnSoftmax":
-        """Return a softmax of ``rows`` rows of a lane, whose ``scale`` is that attribute of another one."""
+        """Return a softmax of ``rows`` rows per lane. ``scale`` is the ``scale`` attribute of another softmax."""
         return cls(scale, *[cute.make_rmem_tensor(rows, Float32) for _ in range(4)])
 
     def largest_of_lanes(self, value, lanes: int):
@@ -206,12 +209,12 @@ class ColumnSoftmax(OnlineSoftmax):
 
 @dataclass
 class HalfLeafSoftmax(ColumnSoftmax):
-    """The softmax of leaves whose weights are rounded to float16.
+    """Softmax of leaves whose weights are rounded to float16.
 
-    float16 has few bits below 2^-14 and none below 2^-25: beside a heavy key, thousands of light ones would lose their
-    weight if the heavy one's were 1. So weights reach as far up as float16 does. Sums and outputs are relative to a
-    reference that is lower by as much, of which combines and sinks need not know. Only scores beyond 2^23 powers of two
-    would overflow, of which float32 does not tell the weights.
+    float16 has few bits below 2^-14 and none below 2^-25. If a heavy key's weight were 1, thousands of light keys
+    beside it would lose their weight. So weights reach up to float16's largest power of two. Sums and outputs are
+    relative to a reference that is lower by the same power, so combines and sinks need no special case. Only scores
+    beyond 2^23 powers of two could overflow, and float32 cannot distinguish their weights anyway.
     """
 
     headroom = FLOAT16_POWER  # the reference of a leaf is its largest score
@@ -219,11 +222,11 @@ class HalfLeafSoftmax(ColumnSoftmax):
 
 @dataclass
 class HalfSoftmax(ColumnSoftmax):
-    """The softmax of such weights over steps of keys.
+    """Softmax of float16 weights over steps of keys.
 
-    The reference moves only when scores are more than ``slack`` powers of two above it, which is room that the headroom
-    has to leave. With so little of it, weights have all bits of float16 down to 2^-25 of the largest one, and scores
-    that differ as usual still leave the reference where the first step has put it.
+    The reference moves only when scores exceed it by more than ``slack`` powers of two, and the headroom leaves room
+    for this. With this small slack, weights have all bits of float16 down to 2^-25 of the largest weight. Scores with a
+    usual spread still leave the reference where the first step set it.
     """
 
     slack = 4.0
@@ -235,7 +238,7 @@ class HalfSoftmax(ColumnSoftmax):
 
 
 def _over_row(value, operation):
-    """Combine ``value`` by ``operation`` over the lanes that share a row, which are a quad apart."""
+    """Combine ``value`` by ``operation`` over the lanes that share a row; these lanes are a quad apart."""
     for k in range(3):
         value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=4 << k))
     return value
@@ -248,8 +251,11 @@ def largest_of_lane(
     absolute: cutlass.Constexpr[bool] = False,
     keeps_nan: cutlass.Constexpr[bool] = False,
 ):
-    """Return the largest element of row r in this lane; with ``absolute`` by its size, whatever the sign of what is
-    found. A NaN is passed over, or the result where ``keeps_nan``."""
+    """Return the largest element of row r in this lane.
+
+    With ``absolute`` the largest magnitude counts, and the sign of the result is arbitrary. With ``keeps_nan`` a NaN is
+    the result; otherwise NaNs are ignored.
+    """
     chains = [fragment.get(r, c) for c in range(min(CHAINS, fragment.columns))]
     for c in cutlass.range_constexpr(CHAINS, fragment.columns):
         chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], fragment.get(r, c), nan=keeps_nan, abs=absolute)
@@ -262,14 +268,14 @@ def largest_of_lane(
 def normalised(reference, seen, sink):
     """Return (factor for an output accumulated relative to ``reference``, base-2 LSE) of a row with the sum ``seen``.
 
-    ``sink`` is the natural logit of one more key with a zero value; -inf means none. A row that saw no key has
-    the factor 0, and its LSE is the sink's, -inf without one. A row with a NaN score or sink gets NaN for both.
-    :func:`log_sum_exp` turns the LSE into the caller's base, and covers sinks that overflow float32 in base 2.
+    ``sink`` is the natural logit of one more key with a zero value; -inf means no sink. A row that saw no key has the
+    factor 0. Its LSE is the sink's, or -inf without a sink. A row with a NaN score or sink gets NaN for both.
+    :func:`log_sum_exp` converts the LSE to the caller's base, and covers sinks that overflow float32 in base 2.
     """
     exponent = sink * LOG2_E
     # inf - inf would be NaN. A maximum instead of the comparison would drop a NaN sink.
     exponent = Float32(FLOAT32_MAX) if exponent > FLOAT32_MAX else exponent
-    # Terms are taken relative to the larger exponent: a sink far above every logit must not overflow.
+    # Terms are relative to the larger exponent, so that a sink far above every logit does not overflow.
     largest = cute.arch.fmax(reference, exponent)
     largest = Float32(0.0) if largest == -Float32.inf else largest
     weight = cute.math.exp2(reference - largest, fastmath=True)
@@ -282,9 +288,10 @@ def normalised(reference, seen, sink):
 
 @cute.jit
 def log_sum_exp(lse, sink, natural):
-    """Return a base-2 LSE in base e where ``natural`` is not 0, else in base 2.
+    """Convert a base-2 LSE to base e if ``natural`` is not 0; otherwise keep base 2.
 
-    A sink beyond ``FLOAT32_MAX / LOG2_E`` outweighs every logit: it is the natural LSE, and the base-2 one is +inf.
+    A sink beyond ``FLOAT32_MAX / LOG2_E`` outweighs every logit. The natural LSE is then the sink, and the base-2 LSE
+    is +inf.
     """
     value = lse * LN_2 if natural != 0 else lse
     if sink > FLOAT32_MAX / LOG2_E:
@@ -294,9 +301,9 @@ def log_sum_exp(lse, sink, natural):
 
 @cute.jit
 def combined(references, sums):
-    """Return the weights of a row's partials, and the (reference, sum) of all of them together.
+    """Return the weights of a row's partials, and the (reference, sum) of all partials together.
 
-    ``references`` are exponents of 2, -inf for a partial that saw no key.
+    ``references`` are exponents of 2, or -inf for a partial that saw no key.
     """
     largest = references[0]
     for i in cutlass.range_constexpr(1, len(references)):
