@@ -105,7 +105,8 @@ class E4m3Converter(Converter):
         return self.source + self.source_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
     def give_back(self, step) -> None:
-        """Release the loaded tile, or wait for the warpgroup in place, after all of the tile has been read."""
+        """Release the loaded tile after its last read. For conversion in place, wait instead until the whole warpgroup
+        has read it."""
         if self.in_place:
             cute.arch.barrier(barrier_id=DEQUANT_BARRIER, number_of_threads=WARPGROUP)
         else:
@@ -245,9 +246,9 @@ EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 class TransposingConverter(Converter):
     """Transposes 8-bit V: stages of ``source`` [keys, columns] become stages of ``target`` [columns, keys].
 
-    The transpose permutes keys and columns within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 become adjacent,
-    because lane t of a quad has P of these keys in its accumulators and its operand takes four adjacent keys. Even
-    columns precede odd ones, so that stmatrix writes both as rows of the target without bank conflicts.
+    The transpose permutes keys and columns within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 become adjacent.
+    Lane t of a quad has P of these keys in its accumulators, and its operand takes four adjacent keys. Even columns
+    precede odd ones, so that stmatrix writes both as rows of the target without bank conflicts.
     :class:`~hopwell.kernels.parts.core.fragment.SplitRowFragment` restores the column order.
     """
 

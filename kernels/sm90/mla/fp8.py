@@ -192,8 +192,8 @@ class Values(DeviceStruct):
     """A tile of keys, of which a warpgroup reads its half of the value's columns as operand A.
 
     In a product of 64 columns each warp has 16: one vector, a lane's row of ldmatrix. Byte permutes split its pairs of
-    columns into rows g and g + 8 of the operand, so that row g is column 2 g and row g + 8 is column 2 g + 1. Keys 2t,
-    2t + 1, 8 + 2t and 8 + 2t + 1 of sixteen are adjacent, as in the output of ``round_to_bytes``.
+    columns into rows g and g + 8 of the operand. Row g is column 2 g, and row g + 8 is column 2 g + 1. Keys 2t, 2t + 1,
+    8 + 2t and 8 + 2t + 1 of sixteen are adjacent, as in the output of ``round_to_bytes``.
     """
 
     address: Any  # address of this lane's key in the first column block

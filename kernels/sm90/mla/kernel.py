@@ -208,7 +208,7 @@ class KeyHalves:
 
 @dataclass
 class MlaOperands(KeyHalves, Operands):
-    """Matrix operands of one warpgroup. ``k`` and ``k_right`` are the two halves of a key, ``v`` is this warpgroup's
+    """Matrix operands of one warpgroup. ``k`` and ``k_right`` are the two halves of a key. ``v`` is this warpgroup's
     half of the value, and ``p_shared`` is the P of the other warpgroup."""
 
     other_mma: Any
@@ -299,9 +299,9 @@ class MlaAttend(LatentRows, DecodeAttend):
                 work += 1
                 tile = self.work_queue.read(work)
 
-    # Each warpgroup has a single copy of its step. With copies for masked and last steps, instruction fetches made the
-    # first three steps of a work tile take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). Branches occur
-    # only while no product is in flight: ptxas serialises all products if one of them meets a branch.
+    # Each warpgroup has a single copy of its step. With copies for masked and last steps, instruction fetches slowed
+    # the first three steps of a work tile. They took 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). Branches
+    # occur only while no product is in flight: ptxas serialises all products if one of them meets a branch.
 
     @cute.jit
     def left_step(self, operands, q_stage, row, step, n, masked):

@@ -64,8 +64,8 @@ class NarrowOperands(WarpOperands):
 
 @dataclass
 class WarpFp8Operands(NarrowOperands):
-    """Q, K, V and P in e4m3. A lane's P has keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen side by side;
-    reassembled words of V have the same order."""
+    """Q, K, V and P in e4m3. A lane's P has keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen side by side.
+    Reassembled words of V have the same order."""
 
     p_bits = 8
 

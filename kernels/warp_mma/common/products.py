@@ -63,8 +63,8 @@ class WarpProducts(DeviceStruct):
         return ColumnFragment(registers, tiles * WARP_COLUMNS // ColumnFragment.lanes_per_row, self.products)
 
     def add_scores(self, tile: int, part: int, stage, q_stage, depth: int, q_first: int = 0) -> None:
-        """Add K Q^T to the scores of a tile. The product covers ``depth`` columns of part 0 or 1 (K or V, in MLA both
-        halves of the keys) and the same number of columns of Q, starting with ``q_first``."""
+        """Add K Q^T to the scores of a tile, over ``depth`` columns of the keys and of Q, in Q from ``q_first`` on.
+        ``part`` selects K (0) or V (1), in MLA the left or right half of the keys."""
         config, lane = self.kernel.config, _lane(stage)
         own = warp_in_warpgroup() * WARP_COLUMNS % self.kernel.tile.n  # the first of the warp's keys in the stage
         q_tile = self.q_tile + q_stage * (self.kernel.tile.m * config.q_columns * HALFWORD_BYTES)
@@ -78,8 +78,9 @@ class WarpProducts(DeviceStruct):
                 accumulate(self.s, tile * self.products + product, a, rows[step % 2][product], self.kernel.dtype)
 
     def add_values(self, tile: int, part: int, stage, columns: int, first: int = 0, first_key: int = 0) -> None:
-        """Add V^T P^T to O^T, starting with column ``first``. The product covers ``columns`` columns of part 0 or 1 of
-        the keys of a stage. P is tile number ``tile``, which has these keys from ``first_key`` on."""
+        """Add V^T P^T to O^T, starting with column ``first`` of O. The product covers ``columns`` columns of a stage of
+        K (``part`` 0) or V (1), in MLA of the left or right half of the keys. P is tile number ``tile``, which has
+        these keys from ``first_key`` on."""
         lane, values = _lane(stage), self._stage(part, stage)
         p_tile = self.p_tile + tile * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
         for step in range(self.kernel.tile.n // MMA_DEPTH):

@@ -18,9 +18,9 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 # in each of 512 threads are enough for O, S and P. A step of 375 instructions spills up to 12 registers without a mask,
 # and up to 5 with one, see ``WarpAttend.unmasked_steps``.
 #
-# If each warp dequantizes in its own registers, a step over NVFP4 has 1496 instructions, and 1764 instead of 394 with
-# 192 columns of Q and K. With more columns O leaves too few registers, and 16-bit tiles leave too little shared memory.
-# For 8-bit elements this is so at 192/128, which would take 100 KiB.
+# If each warp dequantizes in its own registers, a step over NVFP4 has 1496 instructions. With 192 columns of Q and K it
+# has 1764 instead of 394. With more columns O leaves too few registers, and 16-bit tiles leave too little shared
+# memory. For 8-bit elements this is so at 192/128, which would take 100 KiB.
 DEQUANTIZED_COLUMNS = {KvType.E4M3: (128, 128), KvType.NVFP4: (192, 128)}
 _CONVERTING: dict[str, Any] = dict(producer_registers=40, consumer_registers=208, converting_registers=56)
 
@@ -47,8 +47,8 @@ def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
 # takes 128 registers of a thread, the warps for 128 rows do not have registers for the rest.
 #
 # ptxas gives the threads of sm_120 at most their registers at launch, 168 for 384 threads. Steps of 64 keys at 128
-# columns spilled 30 registers in the loop. Steps of 32 keys spill up to 10 once a work tile, and up to 4 in a step with
-# a mask, or up to 6 with e4m3 operands. Two or three steps of a request have a mask.
+# columns spilled 30 registers in the loop. Steps of 32 keys spill up to 10 once a work tile. In a step with a mask they
+# spill up to 4, or up to 6 with e4m3 operands. Two or three steps of a request have a mask.
 #
 # 8-bit or 4-bit K and V keep the keys of a step. If each warp dequantizes them, 160 and 192 columns spill 12 to 26
 # registers in a step, 192/128 without a mask 11, 256 none. Such steps have 1400 to 2300 instructions, and smaller tiles
