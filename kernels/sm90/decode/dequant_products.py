@@ -140,7 +140,7 @@ class DequantProducts(DeviceStruct):
         largest = Float32(0.0)
         for value in values:
             largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
-        # The power-of-two factor of the keys leaves headroom for larger queries. The row factors undo it.
+        # A scale of the keys below 1 leaves headroom for larger queries. The row factors undo both scales.
         largest = cute.arch.warp_reduction_max(largest, threads_in_group=QUAD)
         factor, row_factor = power_of_two(largest, Q_EXPONENT if self.exponent == 0 else -self.exponent, self.exponent)
         for c in range(2):
@@ -227,8 +227,8 @@ def _pairs(values: list) -> list:
 
 @dsl_user_op
 def power_of_two(largest, exponent: int, others: int = 0, *, loc=None, ip=None) -> tuple:
-    """Return a power of two that scales a positive number to this exponent, and the inverse of this factor times
-    2^``others``."""
+    """Return a power of two (``factor``) that scales a positive number to this exponent, and 1 / (``factor`` *
+    2^``others``)."""
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 e, f; mov.b32 e, {{$r0}}; shr.u32 e, e, 23; max.u32 e, e, {exponent + 1}; "
         f"sub.u32 f, {254 + exponent}, e; shl.b32 f, f, 23; mov.b32 {{$w0}}, f; "

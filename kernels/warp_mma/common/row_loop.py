@@ -68,8 +68,8 @@ class WarpAttend(PrefillAttend):
         return PingPong(consumer, 1)
 
     def staging(self, consumer_warp):
-        """Return the address of this warp's own rows in a column block of Q. It is the first column block, in which no
-        other warp has the same rows."""
+        """Return the address of this warp's part of Q's place, which stages its output. It is the warp's own rows of
+        the first column block, unless several warps have the same rows."""
         return shared_address(self.tiles.q.iterator) + consumer_warp * (WARP_ROWS * copy.SWIZZLE_ROW_BYTES)
 
     def store(self, *arguments) -> None:
