@@ -20,8 +20,8 @@ ROWS = 128  # of an accumulator: lanes of tensor memory
 _FLOAT32_ACCUMULATOR, _N_MAJOR_B = 1 << 4, 1 << 16
 _A_TYPE, _B_TYPE, _N, _M = 7, 10, 17, 24
 _TYPES = {Float16: 0, BFloat16: 1}
-# PTX ISA, "Shared memory descriptor", in two words: address and strides in multiples of 16 bytes, in the upper word the
-# version of tcgen05 and the 128-byte swizzle.
+# PTX ISA, "Shared memory descriptor", in two words: address and strides in multiples of 16 bytes; the upper word also
+# has the version of tcgen05 and the 128-byte swizzle.
 _LEADING, _VERSION, _SWIZZLE_128 = 16, 1 << 14, 2 << 29
 
 
@@ -32,9 +32,9 @@ def instruction_descriptor(dtype, columns: int, n_major_b: bool) -> int:
 
 @dataclass
 class SharedOperand(DeviceStruct):
-    """The stages of a tile in shared memory, as laid out by ``copy.swizzled_layout``.
+    """Stages of a tile in shared memory, in the layout of ``copy.swizzled_layout``.
 
-    Products reduce over its columns (Q, K), or, where ``reduces_rows``, over its rows (V).
+    Products reduce over its columns (Q, K), or over its rows (V) if ``reduces_rows``.
     """
 
     start: Int32
@@ -48,13 +48,13 @@ class SharedOperand(DeviceStruct):
         return SharedOperand(shared_address(tile.iterator), rows, columns, columns_first, reduces_rows)
 
     def _offset(self, row: int, column: int) -> int:
-        """Say how many bytes into a stage an element lies, the swizzle aside."""
+        """Return the byte offset of an element in a stage, ignoring the swizzle."""
         swizzle_row = copy.block_row(row, column // BLOCK_COLUMNS, self.rows, self.columns, self.columns_first)
         return swizzle_row * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * HALFWORD_BYTES
 
     def low_word(self, stage):
-        """Return the low word of the descriptor of the first 16 elements to reduce over. It says where they are, and
-        the stride between column blocks, which only counts where those are not what is reduced over."""
+        """Return the low word of the descriptor of the first 16 elements to reduce over. It has their address and the
+        stride between column blocks. The stride matters only if the product does not reduce over columns."""
         address = self.start + stage * (self.rows * self.columns * HALFWORD_BYTES)
         return (address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING)
 
@@ -63,14 +63,15 @@ class SharedOperand(DeviceStruct):
         return self._offset(ATOM_ROWS, 0) // 16 | _VERSION | _SWIZZLE_128
 
     def step(self, k: int) -> int:
-        """Say what the descriptor of the k-th 16 elements has more than that of the first."""
+        """Return the difference between the descriptors of the k-th and of the first 16 elements."""
         offset = self._offset(MMA_DEPTH * k, 0) if self.reduces_rows else self._offset(0, MMA_DEPTH * k)
         return offset // 16
 
 
 @cute.jit
 def issue_shared(d, a, a_stage, b, b_stage, depth: cutlass.Constexpr[int], instruction: cutlass.Constexpr[int]):
-    """Issue D = A B over ``depth`` elements, both in shared memory, D in tensor memory. Called by one thread."""
+    """Issue D = A B over ``depth`` elements, with A and B in shared memory and D in tensor memory. One thread calls
+    this."""
     low_a, low_b = a.low_word(a_stage), b.low_word(b_stage)
     for k in cutlass.range_constexpr(depth // MMA_DEPTH):
         descriptors = _descriptor("a", "{$r1}", a, k) + _descriptor("b", "{$r2}", b, k)
@@ -79,8 +80,8 @@ def issue_shared(d, a, a_stage, b, b_stage, depth: cutlass.Constexpr[int], instr
 
 @cute.jit
 def issue_tensor(d, a, b, b_stage, part: cutlass.Constexpr, instruction: cutlass.Constexpr[int], accumulate) -> None:
-    """Issue D (+)= A B over the elements of ``part`` (begin, end), A in tensor memory, two 16-bit elements in a column.
-    Called by one thread."""
+    """Issue D (+)= A B over the elements of ``part`` (begin, end). A is in tensor memory, with two 16-bit elements in a
+    column. One thread calls this."""
     low_b = b.low_word(b_stage)
     begin, end = part
     for k in cutlass.range_constexpr(begin // MMA_DEPTH, end // MMA_DEPTH):

@@ -1,4 +1,4 @@
-"""Tensor memory: 128 lanes by 512 columns of 32 bits. A warp reaches the 32 lanes of its place in its warpgroup.
+"""Tensor memory: 128 lanes by 512 columns of 32 bits. A warp can access the 32 lanes of its rank in its warpgroup.
 
 An address has the lane in its upper and the column in its lower 16 bits.
 """
@@ -16,7 +16,7 @@ COLUMNS_AT_ONCE = 32  # of one instruction: with 512 threads none may take more 
 
 @dsl_user_op
 def allocate(slot, *, loc=None, ip=None) -> None:
-    """Allocate all columns; their address comes into shared memory at ``slot``. Called by a whole warp."""
+    """Allocate all columns, and write their address to shared memory at ``slot``. A whole warp calls this."""
     cute.arch.inline_ptx(
         f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {TENSOR_MEMORY_COLUMNS}; "
         "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
@@ -38,27 +38,28 @@ def free(address, *, loc=None, ip=None) -> None:
 
 
 def row_address(tensor_memory, column) -> Int32:
-    """Return the address of column ``column`` in the lanes that this warp reaches."""
+    """Return the address of column ``column`` in the lanes of this warp."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
     return tensor_memory + (warp * LANES << 16) + column
 
 
 def load_row(address, columns: int) -> LaneRow:
-    """Load a lane's row, ``columns`` from ``address`` on."""
+    """Load ``columns`` columns of a lane's row, starting at ``address``."""
     row = LaneRow(cute.make_rmem_tensor(columns, Float32), columns)
     load(address, row)
     return row
 
 
 def load(address, row: LaneRow) -> None:
-    """Load the columns of ``row`` from ``address`` on."""
+    """Load the columns of ``row``, starting at ``address``."""
     for c, value in enumerate(_load(address, row.columns)):
         row.set(0, c, value)
 
 
 @dsl_user_op
 def _load(address, columns: int, *, loc=None, ip=None):
-    # Loads and the wait for them in one partial: nothing tells the compiler that values are not there before.
+    # One asm block holds the loads and the wait for them. Otherwise the compiler could use the values before they
+    # arrive.
     text = ""
     for first in range(0, columns, COLUMNS_AT_ONCE):
         outputs = ", ".join(f"{{$w{first + c}}}" for c in range(COLUMNS_AT_ONCE))
@@ -74,8 +75,8 @@ def _load(address, columns: int, *, loc=None, ip=None):
 
 @dsl_user_op
 def store_words(address, words, *, loc=None, ip=None) -> None:
-    """Store 32-bit values to a lane's columns from ``address`` on; :func:`wait_stores` before anyone else reads
-    them."""
+    """Store 32-bit values to a lane's columns, starting at ``address``. Call :func:`wait_stores` before another thread
+    reads them."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
         f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}], {{{operands}}};",
@@ -98,7 +99,7 @@ def before_signal(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def after_signal(*, loc=None, ip=None) -> None:
-    """Order this thread's accesses, and products that it issues, after the barrier that it has waited for."""
+    """Order this thread's later accesses and products after the barrier that it has waited for."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;", loc=loc, ip=ip)
 
 

@@ -1,4 +1,4 @@
-"""Which prefill kernel serves a problem on Blackwell (sm_100a, sm_103a): tiles and resources."""
+"""Prefill configs of Blackwell (sm_100a, sm_103a): tiles and resources of the kernel that serves a problem."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hopwell.kernels.hardware import ARCHITECTURES, with_instruction
 from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.problem import AttentionProblem, ScoreKind
 
-Q_TILES = 2  # of a CTA: the softmax of one runs under the products of the other
+Q_TILES = 2  # of a CTA: the softmax of one overlaps the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
 TENSOR_MEMORY_COLUMNS = min(ARCHITECTURES[arch].tensor_memory_columns for arch in with_instruction("tcgen05"))
 
-# Two warpgroups compute softmax, a row of scores in each thread's registers; one corrects and stores O, 32 columns at a
-# time; the last is the warps that load, schedule and issue products. Together what 512 threads have at launch.
+# Two warpgroups compute softmax, with a row of scores in each thread's registers. One warpgroup corrects and stores O,
+# 32 columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of
+# 512 threads at launch.
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 200, 64, 48
 
 
@@ -28,18 +29,18 @@ def _tile(n: int, kv_stages: int) -> Tile:
     )
 
 
-# S takes a column for each key, O one for each column of V, both for each of the two query tiles: 256 columns of V are
-# more than tensor memory has. With 128 keys at 192/128, shared memory has no second stage of V.
+# S takes a column per key and O one per column of V, for each of the two query tiles. 256 columns of V exceed tensor
+# memory. With 128 keys at 192/128, shared memory has no second stage of V.
 TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 2), (192, 128): _tile(96, 2)}
 
 
 @dataclass(frozen=True)
 class Sm100PrefillConfig(PrefillConfig):
-    """A prefill kernel whose scores and output are in tensor memory."""
+    """A prefill kernel with scores and output in tensor memory."""
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {}
-    # Under a cap and slopes a kernel of 128 columns spills 8 bytes.
+    # With a soft cap and slopes together, a kernel of 128 columns spills 8 bytes.
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
     takes_narrow: ClassVar[bool] = False
 
@@ -61,25 +62,24 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def s_column(self) -> int:
-        """Return the first column in tensor memory of the scores of query tile 0, in whose place P comes; then those of
-        tile 1."""
+        """First tensor-memory column of the scores of query tile 0, followed by those columns of tile 1. P replaces S
+        in place."""
         return 0
 
     @property
     def o_column(self) -> int:
-        """Return the first column of the output of query tile 0; then come those of tile 1."""
+        """First tensor-memory column of the output of query tile 0, followed by the output of tile 1."""
         return Q_TILES * self.tile.n
 
     @property
     def early_keys(self) -> int:
-        """Count the keys of a step whose P is multiplied before the rest is there: a half, in whole parts of 32."""
+        """Keys of a step whose P is multiplied before the rest is ready: half of the step, in multiples of 32."""
         return self.tile.n // 64 * 32
 
     @property
     def polynomial_eighths(self) -> int:
-        """Say how many eighths of the exponentials are computed as polynomials, beside the function units, which have
-        16 a cycle for 128 lanes. With more, polynomials take longer than they save
-        (``python -m hopwell.perf model``)."""
+        """Eighths of the exponentials evaluated as polynomials; the MUFU evaluates the rest (16 a cycle for 128 lanes).
+        With more, polynomials take longer than they save (``python -m hopwell.perf model``)."""
         return 2
 
     def __post_init__(self) -> None:

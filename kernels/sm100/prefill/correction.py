@@ -1,4 +1,4 @@
-"""The warpgroup that looks after O in tensor memory: it follows the softmax's references, normalises and stores."""
+"""Correction warpgroup: rescales O in tensor memory when a reference moves, then normalises and stores it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,7 @@ class Correction(DeviceStruct):
 
     @cute.jit
     def take(self, step, row):
-        """Take this thread's factor of ``step`` out of shared memory."""
+        """Return this thread's factor of ``step`` from shared memory."""
         ring = self.factor_ring
         ring.wait_full(step)
         factor = shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row]
@@ -76,9 +76,10 @@ class Correction(DeviceStruct):
 
     @cute.jit
     def correct(self, index, step, row):
-        """Multiply O by the factors of ``step``. Most are 1, and a warp whose rows all have that leaves O alone.
+        """Multiply O by the factors of ``step``. Most factors are 1, and a warp skips O if all of its rows have factor
+        1 (lazy rescale).
 
-        S of the step was issued after the product before, so O has no product under way.
+        S of the step was issued after the preceding product with V, so no product of O is in flight.
         """
         factor = self.take(step, row)
         if cute.arch.vote_any_sync(factor != 1.0):
@@ -93,7 +94,7 @@ class Correction(DeviceStruct):
 
     @cute.jit
     def store(self, rows: OutputRows, index, factor, has_keys):
-        """Write O times ``factor``, or zeros where no row has a key, to this warp's rows of the output."""
+        """Write O times ``factor`` to this warp's rows of the output, or zeros if no row has a key."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         own = QueryRows(index * Q_TILE_ROWS + warp * LaneRow.warp_rows, TileShape.of(1, self.kernel.tile.m))
         staging = self.staging + warp * self.kernel.staging_bytes

@@ -1,4 +1,5 @@
-"""Blackwell prefill: TMA, specialised warps, tcgen05; scores and output in tensor memory; ragged and paged KV."""
+"""Blackwell prefill: TMA, warp specialisation and tcgen05, with scores and output in tensor memory; ragged and paged
+KV."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,25 +39,24 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
     Warp roles
         warps 0..3, 4..7  softmax     of query tile 0 and 1: a thread has a row, from S to P, and its log-sum-exp
-        warps 8..11       correction  O: multiplied when a row's reference moves; in the end normalised and stored
+        warps 8..11       correction  rescales O when a row's reference moves; at the end normalises and stores it
         warp 12           mma         issues all products, and allocates tensor memory
-        warp 13           load_k      K tiles, as the KV source says
+        warp 13           load_k      K tiles, through the KV source
         warp 14           load_v      V tiles; rows past the visible keys become zeros
-        warp 15           load_q      work tiles: which query rows, which keys, where they are; and their Q tiles
+        warp 15           load_q      work tiles (the query rows, the keys and their locations) and their Q tiles
 
-    Edges (``PrefillSm100(config).edges``); those of query tiles have a stage for each of them, factor two
+    Edges (``PrefillSm100(config).edges``); edges of query tiles have one stage per tile, factor has two
         Q       load_q -> mma            released when the last S of the work tile has been computed
         K       load_k -> mma            released when both S have been computed
         V       load_v -> mma            released when both products have been added to O
         work    load_q -> all others     released as soon as it has been read
-        S       mma -> softmax           released when the first columns of P stand in its place
-        P       softmax -> mma           full when all of it does
-        factor  softmax -> correction    what rows of O are to be multiplied by, step by step; at last what normalises
-                                         them
-        O       mma -> correction        full when it is complete; released, for every product anew, when it may be
-                                         added to: it has been corrected, or stored
+        S       mma -> softmax           released when the first columns of P have replaced it
+        P       softmax -> mma           full when all columns of P have been written
+        factor  softmax -> correction    factors of the rows of O, step by step; the last one normalises
+        O       mma -> correction        full when it is complete; released before every product, when O has been
+                                         corrected or stored and may be added to
 
-    Steady state: one step of both query tiles, 0 and 1. A product of one tile runs while the other's softmax does.
+    Steady state: one step of both query tiles, 0 and 1. A product of one tile overlaps the softmax of the other.
 
         tensor cores   |  O0 += P0 V(i+1)  |  S0 = Q0 K(i)^T  |  O1 += P1 V(i+1)  |  S1 = Q1 K(i)^T  |
         softmax 0      |      waits        |                  | maximum, 2^(S0 - reference), P0, sums |  waits ...
@@ -67,14 +67,15 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
     q_rows = Q_TILE_ROWS
     storing_warps = WARPGROUP // LANES
-    # With one stage ptxas keeps in registers what correction has read of a tile, and spills 8 of 64 at head dim 64.
+    # With one stage ptxas keeps the tile values that correction has read in registers, and spills 8 of 64 at head dim
+    # 64.
     work_stages = 2
     staging_bytes = HALFWORD_BYTES * LaneRow.warp_rows * LaneRow.pass_columns
 
     @property
     def shared_bytes(self) -> int:
-        """Return the shared memory of a CTA in bytes, with a slot for the address of tensor memory and for what query
-        tiles say of their P."""
+        """Bytes of shared memory of a CTA, with a slot for the address of tensor memory and the query tiles' flags of
+        P."""
         return super().shared_bytes + copy.VECTOR_BYTES
 
     def _edges(self) -> tuple[Edge, ...]:
@@ -174,7 +175,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
 @dataclass
 class LoadingSchedule(TileSchedule):
-    """Whoever publishes a work tile loads its query tiles as well: there is no warp left for that."""
+    """Schedule of the warp that also loads the query tiles of each work tile it publishes: no other warp is left for
+    that."""
 
     kernel: Any  # the PrefillSm100: configuration only
     descriptor: Any

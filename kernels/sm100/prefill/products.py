@@ -1,4 +1,4 @@
-"""The warp that issues all products of Blackwell prefill."""
+"""The mma warp, which issues all products of Blackwell prefill."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from hopwell.kernels.sm100.prefill.config import Q_TILES
 @dataclass(frozen=True)
 class Products(DeviceStruct):
     kernel: Any  # the PrefillSm100: configuration only
-    rings: Any  # by the names of edges
+    rings: Any  # fields have the names of edges
     q: SharedOperand
     k: SharedOperand
     v: SharedOperand
@@ -45,7 +45,7 @@ class Products(DeviceStruct):
                 for i in cutlass.range(1, steps, unroll=1):
                     self.next_step(kv_step, (i > 1).to(Int32))
                     kv_step += 1
-            # Nothing more is read from Q than what has been issued.
+            # Every product that reads Q has been issued.
             with cute.arch.elect_one():
                 for index in cutlass.range_constexpr(Q_TILES):
                     self._release(q_ring, Q_TILES * work + index)
@@ -58,7 +58,8 @@ class Products(DeviceStruct):
         self.drain(work, kv_step)
 
     def drain(self, work, kv_step) -> None:
-        """Wait until all stages have been released: a CTA whose shared memory is gone cannot take the arrivals."""
+        """Wait until all stages have been released: the shared memory of a CTA that has exited cannot take the
+        arrivals."""
         q_ring, k_ring, v_ring = self.rings.q, self.rings.k, self.rings.v
         for ring, step in ((q_ring, Q_TILES * work), (k_ring, kv_step), (v_ring, kv_step)):
             for stage in range(ring.stages):
@@ -78,11 +79,12 @@ class Products(DeviceStruct):
 
     @cute.jit
     def next_step(self, kv_step, accumulate):
-        """Issue for each query tile O += P V of the keys of ``kv_step``, then S for the next."""
+        """For each query tile issue O += P V of the keys of ``kv_step``, then S of the next keys."""
         k_ring, v_ring = self.rings.k, self.rings.v
         k_ring.wait_full(kv_step + 1)
         v_ring.wait_full(kv_step)
-        # Not unrolled: the compiler would make all descriptors of Q before the loop and run out of uniform registers.
+        # Not unrolled: the compiler would compute all descriptors of Q before the loop and run out of uniform
+        # registers.
         for index in cutlass.range(Q_TILES, unroll=1):
             self._issue_o(index, kv_step, accumulate)
             with cute.arch.elect_one():
@@ -104,7 +106,7 @@ class Products(DeviceStruct):
             self._release(v_ring, kv_step)
 
     def _release(self, ring, step) -> None:
-        """Give a stage back once all products issued so far have read it."""
+        """Release a stage once all products issued so far have read it."""
         tmem.commit(shared_address(ring.empty + ring.stage(step)))
 
     def _scores(self, index):
@@ -120,8 +122,8 @@ class Products(DeviceStruct):
 
     @cute.jit
     def _issue_o(self, index, kv_step, accumulate) -> None:
-        """Issue O += P V in two parts: as soon as the first columns of P are there and O may be added to, and then the
-        rest. Called by the whole warp."""
+        """Issue O += P V in two parts: the first when the first columns of P are ready and O may be added to, the
+        second when all of P is ready. The whole warp calls this."""
         s_ring, p_ring, o_ring = self.rings.s, self.rings.p, self.rings.o
         step, early, keys = Q_TILES * kv_step + index, self.kernel.config.early_keys, self.kernel.tile.n
         s_ring.wait_released(step)

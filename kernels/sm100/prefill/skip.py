@@ -1,4 +1,4 @@
-"""Skip-softmax on Blackwell: a tile that is left out costs its query tile one product and the tile's maximum."""
+"""Skip-softmax on Blackwell: a skipped tile costs its query tile one product and the tile's maximum."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS
 from hopwell.kernels.sm100.prefill.softmax import Logits, Softmax, Steps
 
-SKIP_ROWS = 64  # that left-out tiles are counted by
+SKIP_ROWS = 64  # rows in which skipped tiles are counted
 
 
 @dataclass(frozen=True)
 class SkippingSoftmax(Softmax):
     skip: SkipRule
-    pending: Int32  # shared memory: for each query tile whether its P is there to be multiplied
+    pending: Int32  # shared memory: for each query tile whether its P is ready to be multiplied
 
     @cute.jit
     def weigh(self, steps: Steps, first, logits: Logits, maximum, done):
@@ -28,8 +28,8 @@ class SkippingSoftmax(Softmax):
             unneeded = Int32(0)
         left_out = barrier_all(unneeded, SoftmaxBarrier.TILE + steps.index, WARPGROUP)
         if left_out:
-            # Rows count from the query tile's first one on, which reports; there are none where the request ends before
-            # it.
+            # The thread of the query tile's first row reports, so rows count from there. There are none if the request
+            # ends before that row.
             rows = cutlass.max(cutlass.min(logits.row.kv_len - logits.row.positions[0], Q_TILE_ROWS), 0)
             self.skip.note(False, (rows + (SKIP_ROWS - 1)) // SKIP_ROWS)
             self.state.rescale[0] = 1.0

@@ -20,21 +20,22 @@ from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
 
-# 2^f for -1/2 <= f <= 1/2: 1 + f * (these, from the lowest power on), off by 3e-6 of the value at most. A power of two
-# is exact.
+# 2^f for -1/2 <= f <= 1/2 is 1 + f * (this polynomial, lowest power first), with a relative error of at most 3e-6. A
+# power of two is exact.
 _POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.009582852013409138)
-# This, added to a number up to 2^22, leaves the nearest integer in the lowest bits.
+# Adding this to a number up to 2^22 leaves the nearest integer in the lowest bits.
 _ROUNDING = float(3 << 22)
-_LEAST_EXPONENT = -127.0  # of what is not 0; at exactly this the polynomial is 0
+_LEAST_EXPONENT = -127.0  # of a nonzero result; the polynomial is 0 at exactly this exponent
 
 
 @dataclass
 class PackedSoftmax(OnlineSoftmax):
-    """This softmax takes two columns at a time where instructions allow it, and some exponentials as polynomials."""
+    """Softmax that processes two columns per instruction if possible, and evaluates some
+    exponentials as polynomials."""
 
     polynomial_eighths: int
 
-    keeps_nan = True  # polynomials make a large number of NaN; with a NaN reference all other exponentials are NaN
+    keeps_nan = True  # polynomials turn NaN into a large number; with a NaN reference all other exponentials are NaN
 
     @staticmethod
     def of(scale, polynomial_eighths: int) -> "PackedSoftmax":
@@ -57,15 +58,15 @@ class PackedSoftmax(OnlineSoftmax):
         self.row_sum[r] += even + odd
 
     def _powers(self, exponents: tuple, pair: int) -> tuple:
-        # Spread evenly, so that both kinds are under way all the time, the one that takes longer first.
+        # Both kinds are spread evenly, so that both pipes stay busy. The slower kind comes first.
         if (pair + 2) * self.polynomial_eighths % 8 >= self.polynomial_eighths:
             return tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
         return polynomial_powers(exponents)
 
 
 def polynomial_powers(exponents: tuple) -> tuple:
-    """Compute 2^x of two x up to 128, on the pipes for multiplication and integers."""
-    # With ``nan``, what is not a number becomes a number near 2^128, which is infinity in P, instead of 0.
+    """Return 2^x of two x up to 128, computed on the multiplication and integer pipes."""
+    # With ``nan``, a NaN becomes a number near 2^128, which is infinity in P, instead of 0.
     exponents = tuple(cute.arch.fmax(exponent, Float32(_LEAST_EXPONENT), nan=True) for exponent in exponents)
 
     def both(value: float) -> tuple:
@@ -100,7 +101,7 @@ class Softmax(DeviceStruct):
     s_ring: Any
     p_ring: Any
     factor_ring: Any
-    factors: Int32  # shared memory for a factor of each row, one array for each stage of the ring
+    factors: Int32  # shared memory for a factor of each row, one array per stage of the ring
     work_queue: WorkQueue
     mask: IntervalMask
     score: ScoreMap
@@ -133,7 +134,7 @@ class Softmax(DeviceStruct):
                         step(n, True)
                 kv_step += keys.end - keys.begin
                 posted += keys.end - keys.begin - 1
-            # The tile is looked at again, so that the steps need no registers for what is written about rows.
+            # The tile is read again here, so that the steps need no registers for the values of the row results.
             tile = self.work_queue.look(work)
             self.work_queue.release(work)
             tile_row = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
@@ -141,7 +142,7 @@ class Softmax(DeviceStruct):
             head_dim = self.kernel.config.head_dim_qk
             results = RowResults.create(tile, count, self.score, head_dim, addresses, geometry)
             factor = results.finish(self.state, 0, tile_row, LaneRow.lanes_per_row) * self.output_scale
-            cute.arch.sync_warp()  # rows without results have parted the lanes
+            cute.arch.sync_warp()  # rows without results have diverged the lanes
             self.post(Q_TILES * posted + index, row, factor)
             posted += 1
             work += 1
@@ -149,13 +150,13 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
-        """Turn S of tile ``n`` into P, and say what O is to be multiplied by before P V is added."""
+        """Turn S of tile ``n`` into P, and post the factor of O for the product P V."""
         done = steps.last - n
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
         logits = Logits(self, steps.scores, row, n * self.kernel.tile.n, masked)
-        # The other columns are read again when their turn comes. With more of S at hand there would be spills, sooner
-        # with masks that have two edges.
+        # The other columns are read again when they are processed. Holding more of S would spill, sooner with masks
+        # that have two edges.
         held = tmem.COLUMNS_AT_ONCE if self.mask.has_left_edge else self.kernel.config.early_keys
         rest = self.kernel.tile.n - held
         late_maximum = self.state.maximum(logits.load(held, rest), 0)
@@ -165,7 +166,7 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def weigh(self, steps: "Steps", first, logits: "Logits", maximum, done):
-        """Turn logits, the ``first`` columns of which are at hand, into P, after ``done`` steps of the work tile."""
+        """Turn logits into P, after ``done`` steps of the work tile; ``first`` are the columns already in registers."""
         self.state.choose_reference(0, maximum)
         self.post_rescale(steps, done)
         self.write_p(steps, first, logits, done)
@@ -185,14 +186,13 @@ class Softmax(DeviceStruct):
             else:
                 part = logits.load(column, tmem.COLUMNS_AT_ONCE)
             self.state.exponentials(part, 0)
-            # Two keys in a column: nothing is written over that is still to be read.
+            # P has two keys in a column, so it overwrites no column of S that is still to be read.
             tmem.store_words(steps.scores + column // 2, part.words(0, tmem.COLUMNS_AT_ONCE, self.kernel.dtype))
         self.give_late_p(steps, done)
 
     @cute.jit
     def give_early_p(self, steps: "Steps", done):
-        """Signal that the first columns of P stand in the place of S. Their product runs under the rest of the
-        exponentials."""
+        """Signal that the first columns of P have replaced S. Their product overlaps the remaining exponentials."""
         tmem.wait_stores()
         tmem.before_signal()
         cute.arch.sync_warp()
@@ -200,14 +200,14 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def give_late_p(self, steps: "Steps", done):
-        """Signal that all columns of P stand in the place of S."""
+        """Signal that all columns of P have replaced S."""
         tmem.wait_stores()
         tmem.before_signal()
         self.p_ring.fill(steps.of_tile(steps.kv_step + done))
 
     @cute.jit
     def post(self, step, row, factor):
-        """Tell correction what to multiply this thread's row of O by."""
+        """Post the factor for this thread's row of O to correction."""
         ring = self.factor_ring
         ring.wait_empty(step)
         shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row] = factor
@@ -221,7 +221,7 @@ class Logits(DeviceStruct):
     softmax: Softmax
     scores: Int32  # in tensor memory
     row: LogitRow
-    tile_start: Int32  # the key of column 0
+    tile_start: Int32  # key of column 0
     masked: bool
 
     @cute.jit
@@ -235,15 +235,15 @@ class Logits(DeviceStruct):
 
 @dataclass(frozen=True)
 class Steps(DeviceStruct):
-    """Where a thread is in the steps of all work tiles."""
+    """Position of a thread in the steps of all work tiles."""
 
     scores: Int32  # its row in tensor memory
     index: Int32  # of the query tile
-    row: Int32  # within it
+    row: Int32  # within the query tile
     kv_step: Int32  # steps before this work tile
     posted: Int32  # factors before this work tile
     last: Int32  # the rightmost tile of keys, which comes first
 
     def of_tile(self, step):
-        """Return a step in rings with a stage for each query tile."""
+        """Return the step in rings with one stage per query tile."""
         return Q_TILES * step + self.index

@@ -1,8 +1,8 @@
-"""The warpgroups of Hopper prefill that stand between those that load K and V and those that multiply them.
+"""Converting warpgroups of Hopper prefill, between the warps that load K and V and the warpgroups that multiply them.
 
-Where the queries have 16 bits, they dequantize K and V of 8 bits. Those that multiply see no difference, so their
-results have the bits that K and V of 16 bits with the same values would give. Where the queries have 8 bits as well,
-one transposes V: products of 8-bit operands take keys along the rows of shared memory.
+With 16-bit queries they dequantize 8-bit or 4-bit K and V. The attend warpgroups see no difference, so results are
+bitwise equal to the results for 16-bit K and V with the same values. With 8-bit queries one warpgroup transposes V:
+8-bit products need the keys along the rows of shared memory.
 """
 
 import math
@@ -26,26 +26,27 @@ from hopwell.kernels.parts.dequant.eight_bit import dequantized_words
 from hopwell.kernels.parts.load.block_scales import ScaleRows
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 
-VECTOR_ELEMENTS = copy.VECTOR_BYTES  # of 8 bits in a vector, which becomes two vectors
-VECTOR_CODES = 2 * copy.VECTOR_BYTES  # in a vector, which becomes four vectors: two blocks
-BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8 bits that become a column block
-DEQUANTIZED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows that a warpgroup dequantizes a column block of at a time
-VECTORS_UNDER_WAY = 8  # read from shared memory and not dequantized yet: a thread's, where K and V share a warpgroup
+VECTOR_ELEMENTS = copy.VECTOR_BYTES  # 8-bit elements in a vector, which becomes two vectors
+VECTOR_CODES = 2 * copy.VECTOR_BYTES  # 4-bit codes in a vector, which becomes four vectors: two blocks
+BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8-bit elements that become a column block
+DEQUANTIZED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows of a column block that a warpgroup dequantizes at a time
+# vectors of a thread read from shared memory and not dequantized yet, if K and V share a warpgroup
+VECTORS_UNDER_WAY = 8
 CODES_UNDER_WAY = 2  # vectors of codes
-SCALES_APART = 8  # registers of a thread for scales that are not neighbours
-PAIRED_KEYS = 32  # that a warp transposes at a time: two vectors of a row of the target
+SCALES_APART = 8  # registers of a thread for scales that are not adjacent
+PAIRED_KEYS = 32  # keys that a warp transposes at a time: two vectors of a row of the target
 
 
 class Converter(DeviceStruct):
-    """K or V: stages that are loaded become stages that are multiplied. Besides, a converter may need what is in global
-    memory."""
+    """Converter of K or V from loaded stages to stages to multiply. It may also need block scales
+    from global memory."""
 
     def look_up(self, tile, n) -> list:
-        """Return what a lane has to know before it can read what tile ``n`` needs; values that a loop carries."""
+        """Return the values that a lane needs before it can read the scales of tile ``n``; a loop carries them."""
         return []
 
     def read(self, tile, n, entry: list) -> list:
-        """Return what tile ``n`` needs."""
+        """Return the scales of tile ``n``."""
         return []
 
     def convert(self, step, scales: list) -> None:
@@ -53,31 +54,32 @@ class Converter(DeviceStruct):
         raise NotImplementedError
 
     def show(self, step) -> None:
-        """Give the converted tile of ``step`` to those that multiply."""
+        """Signal the converted tile of ``step`` to its consumers."""
         if const_expr(self.kernel.products_read_shared):
-            # The tensor cores read what was written here through another proxy.
+            # The tensor cores read these writes through another proxy.
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
 
     def hand_over(self, step) -> None:
-        """Give the converted tile of ``step`` to those that multiply, and the loaded one back."""
+        """Signal the converted tile of ``step`` to its consumers, and release the loaded one."""
         self.show(step)
         self.source_ring.release(step)
 
 
 @dataclass
 class E4m3Converter(Converter):
-    """Stages of ``source``, filled through ``source_ring``, become stages of ``target`` in 16 bits. Where there is no
-    other memory for these they lie in the same place: what was loaded is in the registers of the warpgroup before
-    anything is written over it, and stages are given back on ``target_ring``.
+    """Dequantizes stages of ``source``, filled through ``source_ring``, into 16-bit stages of ``target``.
 
-    A thread reads vector c of 4 of a row that fill one column block when they are wide, and so on in steps of 32 rows.
-    Neither reads nor writes of 8 lanes, which have two rows, conflict in a bank: rows differ in bits 0 and 2, which say
-    where the swizzle puts vectors.
+    If there is no separate memory for the target, conversion is in place. The loaded tile is then in the warpgroup's
+    registers before it is overwritten, and stages are released on ``target_ring``.
 
-    Reads wait for the tensor cores, which read shared memory most of the time. So as many as there are registers for
-    are under way at a time. One after the other, each before what became of it, they took longer than all that is
-    computed.
+    A thread reads vector c of the 4 vectors of a row that fill one column block when dequantized, and repeats this
+    every 32 rows. A group of 8 lanes covers two rows. Neither its reads nor its writes have bank conflicts: the rows
+    differ in bits 0 and 2, which determine the swizzle of the vectors.
+
+    Reads wait for the tensor cores, which read shared memory most of the time. So registers alone limit the number of
+    reads in flight. Issued one at a time, each followed by its conversion and store, the reads took longer than all
+    computation.
     """
 
     kernel: Any  # configuration only
@@ -93,17 +95,18 @@ class E4m3Converter(Converter):
 
     @property
     def columns_first(self) -> bool:
-        """Say how the target is laid out."""
+        """Whether the target stores its column blocks first, see ``copy.swizzled_layout``."""
         return self.in_place and self.kernel.source.columns_first
 
     def source_stage(self, step):
-        """Return the address of the loaded tile of ``step``, once it is there."""
+        """Wait for the loaded tile of ``step`` and return its address."""
         self.source_ring.wait_full(step)
         columns = self.kernel.config.stage_columns[self.operand]
         return self.source + self.source_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
     def give_back(self, step) -> None:
-        """All that was loaded has been read."""
+        """Release the loaded tile after its last read. For conversion in place, wait instead until the whole warpgroup
+        has read it."""
         if self.in_place:
             cute.arch.barrier(barrier_id=NamedBarrier.DEQUANT, number_of_threads=WARPGROUP)
         else:
@@ -117,8 +120,8 @@ class E4m3Converter(Converter):
         return self.target + self.target_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
     def read_ahead(self, step, read: Callable, count: int, under_way: int) -> Iterator:
-        """Yield the place of the dequantized tile, and then the results of ``read`` for 0 to ``count`` - 1, of which
-        ``under_way`` have begun by then, or all where they are to be written over."""
+        """Yield the address of the dequantized tile, and then the results of ``read`` for 0 to ``count`` - 1. Before
+        the address is yielded, ``under_way`` reads have been issued, or all reads if the tile is converted in place."""
         under_way = count if self.in_place else min(count, under_way)
         results = [read(i) for i in range(under_way)]
         if under_way == count:
@@ -162,34 +165,34 @@ class E4m3Converter(Converter):
         self.show(step)
 
     def _distance(self, row: int, block: int, columns: int, columns_first: bool) -> int:
-        """Say how many bytes lie between a row of the first column block of a stage of so many columns and a later
-        one."""
+        """Return the bytes between a row of the first column block of a stage with ``columns`` columns and a later row
+        or block."""
         return copy.block_row(row, block, self.kernel.tile.n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
 
 
 @dataclass
 class Nvfp4Converter(E4m3Converter):
-    """Elements of NVFP4: a thread takes a row, or, where steps have few keys, an equal part of one, and reads scales
-    of its blocks from global memory."""
+    """NVFP4 converter. A thread converts a row, or an equal part of a row if steps have few keys. It reads the block
+    scales of its part from global memory."""
 
     scales: ScaleRows
-    table: tuple  # of the numbers of codes
+    table: tuple  # lookup table from codes to values
 
     @property
     def row_parts(self) -> int:
-        """Say how many threads share a row: those that there are for it, or as many as give each whole vectors."""
+        """Threads that share a row: the threads available for it, reduced so that each has whole vectors."""
         vectors = self.kernel.config.depth[self.operand] // VECTOR_CODES
         return math.gcd(WARPGROUP // self.kernel.tile.n, vectors)
 
     @property
     def apart(self) -> bool:
-        """Say whether scales that are not neighbours are in a register each, where there are as many. In place, with
-        float16, there are not: four registers spilled in each step (by machine code, 2026-11-25)."""
+        """Whether scales that are not adjacent get a register each, if there are enough registers. In place with
+        float16 there are not: four registers spilled in each step (by machine code, 2026-11-25)."""
         has_registers = not self.in_place or self.kernel.dtype is not Float16
         return has_registers and self.scales.blocks // self.row_parts <= SCALES_APART
 
     def _factors(self, scales: list, pair: int):
-        """Return the scales of two neighbouring blocks of a thread."""
+        """Return the scales of two adjacent blocks of a thread."""
         return self.scales.factors(scales, pair, self.kernel.dtype, apart=self.apart)
 
     def _place(self) -> tuple:
@@ -209,9 +212,9 @@ class Nvfp4Converter(E4m3Converter):
         config, n = self.kernel.config, self.kernel.tile.n
         loaded, columns_first = config.columns[self.operand], self.kernel.source.columns_first
         vectors = config.depth[self.operand] // VECTOR_CODES // self.row_parts  # of a thread
-        cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
+        cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have run ahead
         row, part = self._place()
-        # Lanes that have no row, since there are fewer parts than lanes, read another one's.
+        # Lanes without a row, if there are fewer parts than lanes, read the row of another lane.
         loaded_row = cutlass.min(row, n - 1) if const_expr(n * self.row_parts < WARPGROUP) else row
         stage = self.source_stage(step)
 
@@ -227,7 +230,7 @@ class Nvfp4Converter(E4m3Converter):
 
     @cute.jit
     def _store_packed(self, target, row, vector, words, factors) -> None:
-        """Dequantize a vector of codes and write it as vectors from ``vector`` on of a row."""
+        """Dequantize a vector of codes and write the result as vectors ``vector`` and following of a row."""
         n, dtype, columns = self.kernel.tile.n, self.kernel.dtype, self.kernel.config.operand_columns[self.operand]
         for j in cutlass.range_constexpr(4):
             wide = e2m1.scaled(words[j], factors, dtype, half=j // 2, table=self.table)
@@ -235,18 +238,18 @@ class Nvfp4Converter(E4m3Converter):
                 copy.store_shared(copy.tile_vector(target, row, vector + j, n, columns, self.columns_first), wide)
 
 
-# How bytes of two words are interleaved: the even ones of both, and the odd ones.
+# Byte permutes of two words: the even bytes of both, and the odd bytes of both.
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 
 
 @dataclass
 class TransposingConverter(Converter):
-    """V of 8 bits: stages of ``source`` [keys, columns] become stages of ``target`` [columns, keys].
+    """Transposes 8-bit V: stages of ``source`` [keys, columns] become stages of ``target`` [columns, keys].
 
-    Keys and columns are permuted on the way, within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 come to lie side
-    by side, because lane t of a quad has P of these keys in its accumulators, and its operand takes four neighbours.
-    Even columns come before odd ones: both are rows of the target that stmatrix writes without bank conflicts then,
-    and :class:`~hopwell.kernels.parts.core.fragment.SplitRowFragment` puts them in order again.
+    The transpose permutes keys and columns within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 become adjacent.
+    Lane t of a quad has P of these keys in its accumulators, and its operand takes four adjacent keys. Even columns
+    precede odd ones, so that stmatrix writes both as rows of the target without bank conflicts.
+    :class:`~hopwell.kernels.parts.core.fragment.SplitRowFragment` restores the column order.
     """
 
     kernel: Any  # configuration only
@@ -268,13 +271,13 @@ class TransposingConverter(Converter):
         self.hand_over(step)
 
     def _transpose(self, source, target, vector) -> None:
-        """Transpose 16 columns, by one warp, 32 keys at a time."""
+        """Transpose 16 columns with one warp, 32 keys at a time."""
         config, n = self.kernel.config, self.kernel.tile.n
         lane, columns, columns_first = cute.arch.lane_idx(), config.columns[1], self.kernel.source.columns_first
         width = config.transposed_columns // HALFWORD_BYTES
         first = copy.tile_vector(source, lane, vector, n, columns, columns_first)
         step = copy.block_row(PAIRED_KEYS, 0, n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
-        # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the others.
+        # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the second sixteen.
         row = copy.VECTOR_BYTES * vector + lane % 16
         place = copy.tile_vector(target, row, lane // 16, config.depth[1], width, False)
         for pair in range(n // PAIRED_KEYS):
@@ -284,8 +287,8 @@ class TransposingConverter(Converter):
                 for half in range(2)
                 for select in (EVEN_BYTES, ODD_BYTES)
             ]
-            # A pair has two vectors of a row, of which the swizzle changes nothing but bits, so that exclusive or leads
-            # from one to the next: 24 instead of 75 instructions, 1.01 of the rate (H100, 2026-11-25).
+            # A pair has two vectors of a row. The swizzle only flips address bits, so an exclusive or leads from one
+            # vector to the next: 24 instead of 75 instructions, 1.01 of the rate (H100, 2026-11-25).
             block, within = divmod(2 * pair, copy.VECTORS_PER_ROW)
             block_start = block * config.depth[1] * copy.SWIZZLE_ROW_BYTES
             copy.store_matrix_x4((place ^ (within * copy.VECTOR_BYTES)) + block_start, turned)
@@ -293,14 +296,14 @@ class TransposingConverter(Converter):
 
 @dataclass
 class Conversion(DeviceStruct):
-    """What a converting warpgroup does: it converts the tiles of every step of every work tile."""
+    """Main loop of a converting warpgroup over the tiles of every step of every work tile."""
 
     converters: tuple
     work_queue: WorkQueue
 
     @staticmethod
     def create(kernel, tiles: SharedTiles, rings, work_queue: WorkQueue, addresses, geometry) -> "Conversion":
-        """Return the converters of what is converted: K and V, or V alone."""
+        """Return the converters of K and V, or of V alone."""
         sources = [shared_address(source.iterator) for source in tiles.loaded]
         if kernel.config.transposes_v:
             target = shared_address(tiles.v.iterator)
@@ -327,7 +330,8 @@ class Conversion(DeviceStruct):
 
     @cute.jit
     def run_share(self, warp) -> None:
-        """Do the part of the warpgroup that ``warp`` is in, counted from the first that converts: all, or K or V."""
+        """Run the share of the warpgroup of ``warp``, counted from the first converting warp: all tiles, or only K or
+        only V."""
         if const_expr(self.converters[0].kernel.config.converting_warpgroups > 1):
             for i in cutlass.range_constexpr(len(self.converters)):
                 if warp // WARPS == i:
@@ -340,8 +344,8 @@ class Conversion(DeviceStruct):
         step, work = Int32(0), Int32(0)
         tile = self.work_queue.read(work)
         while tile.exists:
-            # Scales are read from global memory: page ids two steps before their tile, scales one step. They take the
-            # registers of those that have just been used.
+            # Scales come from global memory: page ids two steps before their tile, scales one step. They reuse the
+            # registers of the scales that have just been used.
             n = tile.keys.end - 1
             entries = [converter.look_up(tile, n) for converter in self.converters]
             scales = [converter.read(tile, n, entry) for converter, entry in zip(self.converters, entries, strict=True)]

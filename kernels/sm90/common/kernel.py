@@ -1,4 +1,4 @@
-"""What the Hopper kernels have in common: four producer warps, and consumer warpgroups that hold S, P and O."""
+"""Common parts of the Hopper kernels: four producer warps, and consumer warpgroups that hold S, P and O."""
 
 from dataclasses import replace
 
@@ -21,9 +21,9 @@ class AttentionSm90(AttentionKernel):
         self.warpgroups = config.consumer_warpgroups
         super().__init__(config)
 
-    q_role = "load_q"  # who fetches Q
-    warps_without_work = 0  # that do not read the work queue
-    products_read_shared = True  # operands are read by the tensor cores, not by the lanes of a warp
+    q_role = "load_q"  # role that loads Q
+    warps_without_work = 0  # producer warps that do not read the work queue
+    products_read_shared = True  # whether the tensor cores, not the lanes of a warp, read operands from shared memory
 
     @property
     def storing_warps(self) -> int:
@@ -45,19 +45,18 @@ class AttentionSm90(AttentionKernel):
 
     @property
     def q_arrivals(self) -> dict[str, int]:
-        """Say how Q's edge differs where TMA does not fetch it."""
+        """Arrive counts of Q's edge that differ from a TMA load."""
         return {}
 
     @property
     def more_roles(self) -> dict[str, int]:
-        """Say how many warps the roles beyond the producers and attend have."""
+        """Warps of the roles beyond the producers and attend."""
         return {}
 
     def edges_in_place(self, edges: list[Edge], role: str) -> list[Edge]:
-        """Return the edges of K and V where the warpgroup ``role`` dequantizes them in the place that they are loaded
-        to."""
+        """Return the edges of K and V for dequantization in place by the warpgroup ``role``."""
         copies_rows = issubclass(self.source, PageRows)
-        # Lanes of load_v write zeros, which lanes read.
+        # Lanes of load_v write zeros, and lanes read them.
         lanes = [LANES if copies_rows or edge.name == "V" else 1 for edge in edges]
         wide = [replace(edge, producer=role, producer_warps=WARPS, producer_lanes=LANES) for edge in edges]
         loaded = [
@@ -67,8 +66,8 @@ class AttentionSm90(AttentionKernel):
         return [*wide, *loaded]
 
     def loading_ring(self, rings, part: int):
-        """Return the ring that the warp that loads K (part 0) or V (part 1) fills. Where tiles are dequantized in
-        place, it is those that multiply who give stages back."""
+        """Return the ring that the load warp of K (part 0) or V (part 1) fills. With dequantization in place, the
+        consumers of the products release its stages."""
         ring = (rings.k, rings.v)[part]
         if const_expr(not self.config.dequantizes_in_place):
             return ring

@@ -35,8 +35,8 @@ def issue_mma(
     accumulate: cutlass.Constexpr[bool],
     first: cutlass.Constexpr[tuple[int, int]] = (0, 0),
 ) -> None:
-    """Issue accumulator (+)= a b over ``depth`` elements, from elements ``first`` of ``a`` and of ``b`` on, and commit
-    it as one wgmma group; returns at once."""
+    """Issue accumulator (+)= a b over ``depth`` elements, and commit it as one wgmma group. The product begins at
+    elements ``first`` of ``a`` and of ``b``. The call returns at once."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)

@@ -27,11 +27,11 @@ from hopwell.kernels.sm90.prefill.dequant_q import dequantize_queries
 
 @dataclass
 class Consumer(DeviceStruct):
-    """What the warps that multiply are made of."""
+    """State of a consumer warp."""
 
     kernel: Any  # configuration only
     tiles: SharedTiles
-    rings: Any  # by the names of edges, as they are multiplied
+    rings: Any  # fields have the names of edges; K and V are the tiles to multiply
     work_queue: WorkQueue
     mask: IntervalMask
     score: ScoreMap
@@ -40,19 +40,19 @@ class Consumer(DeviceStruct):
 
     @cute.jit
     def rescale(self, operands):
-        """Bring O to the references that the latest step has chosen."""
+        """Rescale O to the references that the latest step has chosen."""
         if self.softmax.reference_moved():
             operands.rescale_output(self.softmax.rescale)
 
 
 @dataclass
 class Attend(Consumer):
-    """This is what consumer warps do with a work tile, whatever its rows are."""
+    """Row loop of the consumer warps over work tiles, for any kind of rows."""
 
-    stages_in_q = False  # whether Q's place is needed until the output has been written
+    stages_in_q = False  # whether Q's place stays in use until the output has been written
 
     def logit_row(self, tile, warp_row) -> LogitRow:
-        """Return the rows that a lane holds of those from ``warp_row`` of the tile on."""
+        """Return the rows that a lane holds, of the rows from ``warp_row`` of the tile on."""
         raise NotImplementedError
 
     def operands(self, row_block, column_half, addresses: Addresses, geometry: Geometry) -> "RowOperands":
@@ -60,7 +60,7 @@ class Attend(Consumer):
         return Operands.create(self.kernel, self.tiles, row_block, column_half)
 
     def place(self, consumer) -> tuple:
-        """Say which row block this warp of consumer warpgroup ``consumer`` has, and which half of V's columns."""
+        """Return the row block of this warp in consumer warpgroup ``consumer``, and its half of V's columns."""
         splits = self.kernel.config.v_splits
         return consumer // splits, consumer % splits
 
@@ -69,11 +69,11 @@ class Attend(Consumer):
         return row_block * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
 
     def ping_pong(self, consumer) -> "PingPong":
-        """Return the turns of consumer warpgroup ``consumer``."""
+        """Return the ping-pong turns of consumer warpgroup ``consumer``."""
         return PingPong(consumer, self.kernel.warpgroups)
 
     def own_keys(self, tile, row) -> TileRange:
-        """Return those of the tile's keys that a warpgroup's rows see; ``row`` is the first of them in the tile."""
+        """Return the keys of the tile that a warpgroup's rows see; ``row`` is the first of these rows in the tile."""
         raise NotImplementedError
 
     def store(self, operands, tile, work, warp_row, column_half, addresses, geometry) -> None:
@@ -93,8 +93,8 @@ class Attend(Consumer):
         tile = self.work_queue.read(work)
         while tile.exists:
             keys = self.own_keys(tile, row_block * WARPGROUP_ROWS)
-            # The warps meet in the matrix products anyway. Meeting here tells the compiler that they have converged;
-            # without it matrix descriptors lose their uniform registers, 20 % more instructions in the loop.
+            # The matrix products synchronize the warps anyway. This barrier tells the compiler that the warps have
+            # converged. Without it matrix descriptors lose their uniform registers, 20 % more instructions in the loop.
             cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + consumer, number_of_threads=WARPGROUP)
             self.softmax.reset()
             operands.o.fill(0.0)
@@ -125,7 +125,7 @@ class Attend(Consumer):
             kv_step = self.pass_over(ping_pong, kv_step, keys.begin - tile.keys.begin)
             self.store(operands, tile, work, warp_row, column_half, addresses, geometry)
             if const_expr(self.stages_in_q):
-                # TMA writes the next Q through another proxy than that of the output.
+                # The output is written through the generic proxy, the next Q through TMA's proxy.
                 cute.arch.fence_proxy("async.shared", space="cta")
                 q_ring.release(work)
             work += 1
@@ -133,7 +133,7 @@ class Attend(Consumer):
 
     @cute.jit
     def pass_over(self, ping_pong, kv_step, tiles):
-        """Give back tiles that only other warpgroups need. Returns the step after them."""
+        """Release tiles that only other warpgroups need. Return the step after them."""
         k_ring, v_ring = self.rings.k, self.rings.v
         for _ in cutlass.range(tiles, unroll=1):
             k_ring.wait_full(kv_step)
@@ -180,7 +180,7 @@ class Attend(Consumer):
 
     @cute.jit
     def unmasked_steps(self, operands, ping_pong, q_stage, row, kv_step, keys):
-        """Do the steps over tiles that every row sees as a whole. Returns the step after them."""
+        """Run the steps over tiles that every row sees completely. Return the step after them."""
         for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
             self.next_step(operands, ping_pong, q_stage, row, kv_step, n, False)
             kv_step += 1
@@ -202,13 +202,13 @@ class Attend(Consumer):
         v_ring.release(kv_step)
 
     def begin_pv(self, operands, v_stage) -> None:
-        """Add P V of a stage to O; it may still be under way on return."""
+        """Add P V of a stage to O; the product may still be in flight on return."""
         operands.issue_pv(v_stage)
 
 
 @dataclass
 class RowOperands(DeviceStruct):
-    """S, P and O of query rows, in registers, whatever multiplies them. Accumulators and A operands of wgmma and of
+    """S, P and O of query rows in registers, for any matrix instruction. Accumulators and A operands of wgmma and of
     mma.sync hold the same elements of a warp's rows."""
 
     s: Any
@@ -220,10 +220,10 @@ class RowOperands(DeviceStruct):
     depth_v: int
 
     def begin(self, q_stage, tile, n) -> None:
-        """Q of work tile ``tile`` is there, and some keys are visible, of which tile ``n`` is the first to come."""
+        """Prepare for work tile ``tile``: Q has arrived and some keys are visible, beginning with tile ``n``."""
 
     def wait(self, pending: int) -> None:
-        """Return when no more than ``pending`` of the products that have been issued are under way."""
+        """Wait until at most ``pending`` of the issued products are in flight."""
         raise NotImplementedError
 
     def scores(self) -> RowFragment:
@@ -263,7 +263,7 @@ class Operands(RowOperands):
 
     @staticmethod
     def of_value(kernel, tiles: SharedTiles, row_block, value, columns: int) -> "Operands":
-        """``value`` is a tile of ``columns``, the first of which are multiplied."""
+        """Return operands with ``value``, a tile of ``columns`` columns; only its first columns are multiplied."""
         t, source = kernel.tile, warpgroup.OperandSource
         depth_qk, depth_v = kernel.config.depth
         mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups // kernel.config.v_splits)
@@ -299,14 +299,15 @@ class Operands(RowOperands):
 
 @dataclass
 class PingPong(DeviceStruct):
-    """Consumer warpgroups take turns at issuing matrix products, so that one's softmax runs under the other's."""
+    """Ping-pong turns: consumer warpgroups alternate in issuing products, so that the softmax of one overlaps the
+    products of the other."""
 
     consumer: Int32
     consumers: int
 
     @cute.jit
     def begin(self) -> None:
-        """Warpgroup 0 has the first turn: the last one passes it on before anything else."""
+        """Give warpgroup 0 the first turn: the last warpgroup passes it on before anything else."""
         if const_expr(self.consumers > 1):
             if self.consumer == self.consumers - 1:
                 cute.arch.barrier_arrive(barrier_id=NamedBarrier.PING_PONG, number_of_threads=2 * WARPGROUP)

@@ -1,10 +1,11 @@
-"""Products of one warp over keys and values of 8 or 4 bits, which it dequantizes in its registers: S^T = K Q^T, and
-what those with V share with it.
+"""Products of one warp with 8-bit or 4-bit keys and values: S^T = K Q^T, and the parts shared with the products with V.
 
-Tiles of 16-bit keys are multiplied by whole warpgroups out of shared memory. Those of narrower keys would have to go
-through it twice, and where memory is the limit, the tensor cores have time to spare. So a warp reads bytes straight
-into the fragments of mma.sync. All products are of float16, which holds every e4m3 and int8 exactly, and every element
-of NVFP4 times its scale, and weights better than bf16.
+Whole warpgroups multiply 16-bit tiles from shared memory. Narrower tiles would pass through shared memory twice on that
+path. Memory is the limit and the tensor cores have time to spare. So each warp reads bytes and dequantizes them in
+registers into the fragments of mma.sync.
+
+All operands are float16. It represents every e4m3 and int8 value and every scaled NVFP4 value exactly, and weights more
+precisely than bf16.
 """
 
 from dataclasses import dataclass
@@ -25,21 +26,21 @@ from hopwell.kernels.parts.load.block_scales import SharedScales
 
 BLOCK_BYTES = copy.SWIZZLE_ROW_BYTES
 LEAST_COLUMNS = 64  # of a block
-Q_EXPONENT = 7  # of the largest element of a row of Q in float16
+Q_EXPONENT = 7  # exponent of the largest element of a Q row in float16
 
 
 @dataclass(frozen=True)
 class ColumnBlock:
-    """``width`` columns of keys or values in a row of 128 bytes, an equal part of them side by side for each lane."""
+    """``width`` columns of keys or values in a 128-byte row; each lane has an equal share of adjacent columns."""
 
     index: int
-    first: int  # column
+    first: int  # first column
     width: int
 
     @staticmethod
     def all(head_dim: int, bits: int = 8) -> "list[ColumnBlock]":
-        """Return the column blocks of a head dim of elements of so many bits. The last one may have fewer columns, a
-        power of two."""
+        """Return the column blocks of a head dim with elements of ``bits`` bits. The last block may be narrower; its
+        width is a power of two."""
         most = BLOCK_BYTES * 8 // bits
         blocks = []
         for first in range(0, head_dim, most):
@@ -49,38 +50,38 @@ class ColumnBlock:
 
     @property
     def key_part(self) -> int:
-        """Say how many columns of Q and K a lane holds."""
+        """Columns of Q and K that a lane holds."""
         return self.width // QUAD
 
     @property
     def value_part(self) -> int:
-        """Say how many columns of V and O a lane holds."""
+        """Columns of V and O that a lane holds."""
         return self.width // (LANES // QUAD)
 
 
 def padded(head_dim: int) -> int:
-    """Say how many columns all blocks have."""
+    """Return the total width of all column blocks."""
     return sum(block.width for block in ColumnBlock.all(head_dim))
 
 
 @dataclass
 class DequantProducts(DeviceStruct):
-    """Products of 8 * ``products`` rows with 8-bit K and V. Q is in registers, K and V in shared memory. Lane (g, t) of
-    ``place_in_warp`` has part t of a column block of Q and K."""
+    """Products of 8 * ``products`` rows with 8-bit or 4-bit K and V. Q is in registers, K and V are in shared memory.
+    Lane (g, t) of ``place_in_warp`` holds part t of a column block of Q and K."""
 
     q: Any
-    row_factor: Any  # of each row: what its scores have to be multiplied by
+    row_factor: Any  # factor of each row's scores
     q_tile: Int32  # addresses of stage 0
     k_tile: Int32
     v_tile: Int32
-    k_scales: SharedScales | None  # of blocks, where there are any
+    k_scales: SharedScales | None  # block scales, or None for elements without them
     v_scales: SharedScales | None
     products: int
     kernel: Any  # configuration only
 
     @staticmethod
     def fields(kernel, tiles, products: int) -> dict[str, Any]:
-        """Return the values of the fields above by their names."""
+        """Return the values of the fields above by name."""
         config = kernel.config
         width, scales = padded(config.head_dim_qk), [None, None]
         if config.copies_scales:
@@ -108,11 +109,12 @@ class DequantProducts(DeviceStruct):
 
     @property
     def exponent(self) -> int:
-        """Return the exponent of the power of two that K and V are multiplied by in products."""
+        """Exponent of the power of two by which K and V are multiplied in products."""
         return exponent(self.kernel.config.kv_type)
 
     def load_q(self, stage, first_row) -> None:
-        """Load Q of the warp's rows as float16. Each row gets those of bf16's exponents that it needs."""
+        """Load Q of the warp's rows as float16. A bf16 row is scaled by a power of two that brings it into the float16
+        range."""
         g, t = place_in_warp()
         tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.config.q_columns * HALFWORD_BYTES)
         for product in range(self.products):
@@ -133,12 +135,12 @@ class DequantProducts(DeviceStruct):
             self.row_factor.fill(2.0**-self.exponent)
 
     def _to_float16(self, words: list, product: int) -> list:
-        """Return row g of a product, times a power of two of its own."""
+        """Return row g of a product, scaled by a power of two of its own."""
         values = [half for word in words for half in copy.unpack_bf16_x2(word)]
         largest = Float32(0.0)
         for value in values:
             largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
-        # Factors of the keys make room for larger queries, with row factors as before.
+        # A scale of the keys below 1 leaves headroom for larger queries. The row factors undo both scales.
         largest = cute.arch.warp_reduction_max(largest, threads_in_group=QUAD)
         factor, row_factor = power_of_two(largest, Q_EXPONENT if self.exponent == 0 else -self.exponent, self.exponent)
         for c in range(2):
@@ -147,7 +149,8 @@ class DequantProducts(DeviceStruct):
         return [copy.pack_x2(Float16, low * factor, high * factor) for low, high in _pairs(values)]
 
     def score(self, scores: ColumnFragment, core_matrices: list[tuple]) -> None:
-        """Compute S^T of some core matrices of keys; ``core matrices`` has the stage of each, and its number there."""
+        """Compute S^T of several core matrices of keys; ``core_matrices`` lists each one's stage and its number in the
+        stage."""
         g, t = place_in_warp()
         scores.registers.fill(0.0)
         depth, scales = 0, self._key_scales(core_matrices)
@@ -173,7 +176,7 @@ class DequantProducts(DeviceStruct):
                     scores.set(r, c, scores.get(r, c) * self.row_factor[r])
 
     def _multiply(self, scores: ColumnFragment, keys: list, depth: int) -> None:
-        """Add one step of depth, of which ``keys`` has two words of each eight of keys."""
+        """Add one depth step of the product. ``keys`` has two words for each core matrix of eight keys."""
         b = _pairs([self.q[2 * self.products * depth + i] for i in range(2 * self.products)])
         for i in range(0, len(keys), 2):
             a = [keys[i + row][half] for half in range(2) for row in range(2)]
@@ -181,7 +184,8 @@ class DequantProducts(DeviceStruct):
                 accumulate(scores.registers, i // 2 * self.products + product, a, b[product])
 
     def _key_scales(self, core_matrices: list[tuple]) -> list:
-        """Return the scales of this lane's part of its key in some core matrices; None where there are no scales."""
+        """Return the block scales of this lane's part of its key in each core matrix; None for elements without block
+        scales."""
         if self.k_scales is None:
             return [None] * len(core_matrices)
         g, t = place_in_warp()
@@ -191,25 +195,25 @@ class DequantProducts(DeviceStruct):
         ]
 
     def _factors(self, scales: list, word: int) -> list:
-        """Return the scales of a word of a lane's part, out of pairs of them."""
+        """Return the scales for one word of a lane's part, taken from pairs of scales."""
         if self.k_scales is None:
             return scales
         block = word * (32 // self.element.bits) // self.element.block
         return [(pairs[block // 2], block % 2) for pairs in scales]
 
     def rows(self, tile, part: int, stage, core_matrix, block: ColumnBlock):
-        """Return the address of a column block of 8 keys of a stage of K (0) or V (1)."""
+        """Return the address of a column block of 8 keys in a stage of K (0) or V (1)."""
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
         place = copy.block_row(core_matrix * copy.ATOM_ROWS, block.index, n, columns, self.kernel.source.columns_first)
         return tile + stage * (n * columns * HALFWORD_BYTES) + place * copy.row_bytes(columns)
 
     def vector(self, part: int, rows, row, number):
-        """Return the address of a vector of a row of what :meth:`rows` has found, of K (0) or V (1)."""
+        """Return the address of a vector in a row of K (0) or V (1); ``rows`` is an address from :meth:`rows`."""
         return copy.swizzled_vector(rows, row, number, copy.row_bytes(self.kernel.config.columns[part]))
 
     def _place(self, rows, row, part, part_bytes: int, first: int):
-        """Return the address of byte ``first`` of an equal part, of so many bytes, of a row of a column block of
-        keys."""
+        """Return the address of byte ``first`` in part ``part`` of a key's column block; parts have ``part_bytes``
+        bytes each."""
         if part_bytes < copy.VECTOR_BYTES:
             per_vector = copy.VECTOR_BYTES // part_bytes
             return self.vector(0, rows, row, part // per_vector) + part % per_vector * part_bytes
@@ -223,8 +227,8 @@ def _pairs(values: list) -> list:
 
 @dsl_user_op
 def power_of_two(largest, exponent: int, others: int = 0, *, loc=None, ip=None) -> tuple:
-    """Return a power of two that brings a positive number to this exponent, and the inverse of both it and
-    2^``others``."""
+    """Return a power of two (``factor``) that scales a positive number to this exponent, and 1 / (``factor`` *
+    2^``others``)."""
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 e, f; mov.b32 e, {{$r0}}; shr.u32 e, e, 23; max.u32 e, e, {exponent + 1}; "
         f"sub.u32 f, {254 + exponent}, e; shl.b32 f, f, 23; mov.b32 {{$w0}}, f; "

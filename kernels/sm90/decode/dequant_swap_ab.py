@@ -1,9 +1,8 @@
-"""Hopper decode of few rows over caches of 8 or 4 bits: ``decode_swap_ab.py`` with products that dequantize on their
-way.
+"""Hopper decode of few rows over 8-bit or 4-bit caches: ``swap_ab.py`` with operands dequantized in registers.
 
-Tiles have half of the bytes or less, and products take instructions of every warp instead of a few for all. So two
-CTAs share a multiprocessor, each with half of its registers and shared memory: while one waits, the other one
-dequantizes.
+Tiles have at most half of the bytes of 16-bit tiles. Every warp issues its own mma.sync, where wgmma needs a few
+instructions for the whole warpgroup. So two CTAs share an SM, each with half of its registers and shared memory. While
+one waits for memory, the other dequantizes.
 """
 
 from dataclasses import dataclass
@@ -30,20 +29,20 @@ from hopwell.kernels.sm90.decode.dequant_products import BLOCK_BYTES, DequantPro
 from hopwell.kernels.sm90.decode.kernel import argument_types
 from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafTiles, SwapABDecodeSm90
 
-MOST_COLUMNS = 256  # of K in the tiles whose products a warp computes at a time: what there are registers for
+MOST_COLUMNS = 256  # of K, in the tiles whose products a warp computes at a time; more do not fit in registers
 
 
 class DequantSwapABDecodeSm90(SwapABDecodeSm90):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
 
     Warp roles
-        as in SwapABDecodeSm90. A warp of attend has 16 keys of each tile for Q K^T, and after all have exchanged P, 16
-        of 64 columns for P V with all keys
+        as in SwapABDecodeSm90. Each warp of attend computes Q K^T for 16 keys of each tile. After all warps have
+        exchanged P, each computes P V over all keys for 16 of every 64 columns.
 
     Edges
-        Q       load_q -> attend      released when it is in registers
+        Q       load_q -> attend      released when Q is in registers
         K       load_k -> attend      released when half of the stages have been multiplied
-        V       load_v -> attend      the same
+        V       load_v -> attend      released when half of the stages have been multiplied
         work    schedule -> all       released as soon as it has been read
 
     Steady state: memory is the limit. A leaf is four tiles, A to D.
@@ -66,14 +65,14 @@ class DequantSwapABDecodeSm90(SwapABDecodeSm90):
 
 @dataclass
 class DequantLeafOperands(DequantProducts):
-    """Operands of narrow caches, used as LeafOperands are. S^T and O^T are in registers, P in shared memory. Warp w has
-    16 keys of each tile, and the columns of V and O that ``columns`` says."""
+    """Operands of narrow caches, with the interface of LeafOperands. S^T and O^T are in registers, P is in shared
+    memory. Warp w has 16 keys of each tile, and the columns of V and O given by ``columns``."""
 
     p_tile: Int32  # address of the first tile
-    s: Any  # of a leaf's tiles, one behind the other
+    s: Any  # scores of a leaf's tiles, concatenated
     o: Any
     leaf_tiles: int
-    at_once: int  # tiles of K, or of V, whose products do not wait for each other: half of the stages at most
+    at_once: int  # tiles of K or V multiplied without a wait between them, at most half of the stages
     columns: "WarpColumns"
 
     @staticmethod
@@ -90,7 +89,7 @@ class DequantLeafOperands(DequantProducts):
         )
 
     def _scores(self, i: int, tiles: int) -> ColumnFragment:
-        """Return the scores of ``tiles`` tiles of a leaf from the i-th on."""
+        """Return the scores of ``tiles`` tiles of a leaf, starting with tile i."""
         size = 4 * self.products
         registers = cute.make_tensor(self.s.iterator + i * size, cute.make_layout(tiles * size))
         return ColumnFragment(
@@ -104,13 +103,13 @@ class DequantLeafOperands(DequantProducts):
         return self._scores(0, self.leaf_tiles)
 
     def begin(self, q_ring, work) -> None:
-        """Take Q of a part into registers."""
+        """Load Q of a segment into registers."""
         self.load_q(q_ring.stage(work), 0)
         cute.arch.sync_warp()
         q_ring.release(work)
 
     def end(self, q_ring, work) -> None:
-        """Do nothing: :meth:`begin` has given Q back."""
+        """Do nothing: :meth:`begin` has released Q."""
 
     def multiply_keys(self, ring, step, q_stage) -> None:
         core_matrices = ColumnFragment.warp_columns // copy.ATOM_ROWS
@@ -128,16 +127,16 @@ class DequantLeafOperands(DequantProducts):
             self._give_back(ring, steps)
 
     def _stage(self, ring, step, tile: int):
-        """Return the stage of a leaf's tile, the first of which is the ``step``-th. Where leaves lie in stages side by
-        side, tiles differ by constants."""
+        """Return the stage of a leaf's tile; ``step`` is the number of the leaf's first tile. If a leaf's stages are
+        contiguous, tiles differ by constants."""
         return ring.stage(step) + tile if ring.stages % self.leaf_tiles == 0 else ring.stage(step + tile)
 
     def show_weights(self) -> None:
-        """Do nothing: the warps that read weights meet those that wrote them."""
+        """Do nothing: the warps that read the weights synchronize with the warps that wrote them."""
 
     @cute.jit
     def arrange_scales(self, ring, step) -> None:
-        """Turn the scales of V of a leaf, where there are any; each warp has those of a tile."""
+        """Rearrange the block scales of V of a leaf, if it has any; each warp rearranges the scales of one tile."""
         if const_expr(self.v_scales is not None):
             stages = self.kernel.tile.kv_stages
             assert stages >= self.leaf_tiles, f"{self.leaf_tiles} tiles of V do not come to {stages} stages at once"
@@ -182,7 +181,7 @@ class DequantLeafOperands(DequantProducts):
                         accumulate(self.o, part * self.products + product, a, p[product][k : k + 2])
 
     def _columns(self, stage, first: int, vector: int) -> list:
-        """Return columns of V of four core matrices of keys, two adjacent keys of this lane's in each word."""
+        """Return columns of V of four core matrices of keys. Each word has two adjacent keys of this lane."""
         columns, (g, t) = self.columns, place_in_warp()
         found, scales = [], [None] * (LANES // copy.ATOM_ROWS)
         if self.v_scales is not None:
@@ -195,15 +194,16 @@ class DequantLeafOperands(DequantProducts):
         return found
 
     def _weights(self, i: int, product: int, first: int) -> list:
-        """Return P of 8 rows and 32 keys of a tile, as B of two products."""
+        """Return P of 8 rows and 32 keys of a tile, as operand B of two products."""
         lane = cute.arch.lane_idx()
         tile = self.p_tile + i * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
         row, vector = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.ATOM_ROWS + lane // MMA_COLUMNS
         return copy.load_matrix_x4(copy.swizzled_vector(tile, row, vector))
 
     def _values(self, stage, first: int, number: int) -> list:
-        """Load V of 32 keys of a tile and of a vector of this warp's: a word has 16 bits of each of two keys."""
-        lane, before = cute.arch.lane_idx(), number * WARPS * copy.VECTOR_BYTES  # bytes
+        """Load V of 32 keys of a tile and one vector of this warp. A word has 16 bits of each of two keys."""
+        # bytes before the vectors with this number
+        lane, before = cute.arch.lane_idx(), number * WARPS * copy.VECTOR_BYTES
         core_matrix = first // copy.ATOM_ROWS + lane // copy.ATOM_ROWS
         rows = self.rows(self.v_tile, 1, stage, core_matrix, self.blocks[before // BLOCK_BYTES])
         vector = before % BLOCK_BYTES // copy.VECTOR_BYTES + self.columns.vector(0)
@@ -212,12 +212,12 @@ class DequantLeafOperands(DequantProducts):
 
 @dataclass(frozen=True)
 class WarpColumns:
-    """Which columns of V and O a warp has: those of every fourth vector of 16 bytes, or, where there are fewer vectors
-    than warps, a share of one. Lane g has 16 bits of a vector, some pairs of adjacent columns. Rows g and g + 8 of a
-    product with V are the columns of a pair."""
+    """Columns of V and O that a warp holds: every fourth 16-byte vector, or a share of one if there are fewer vectors
+    than warps. Lane g holds 16 bits of a vector, as pairs of adjacent columns. Rows g and g + 8 of a product with V are
+    the two columns of a pair."""
 
     per_lane: int  # columns in 16 bits
-    sharing: int  # warps that have the same vector
+    sharing: int  # warps that share a vector
 
     @staticmethod
     def of(config: DecodeConfig) -> "WarpColumns":
@@ -227,7 +227,7 @@ class WarpColumns:
 
     @property
     def pairs(self) -> int:
-        """Say how many pairs of columns a lane has of a vector."""
+        """Pairs of columns that a lane holds of a vector."""
         return self.per_lane // (2 * self.sharing)
 
     @property
@@ -235,11 +235,11 @@ class WarpColumns:
         return self.per_lane * MMA_COLUMNS
 
     def vector(self, number: int):
-        """Return this warp's vector of a number, among those of a row."""
+        """Return the number in a row of this warp's ``number``-th vector."""
         return WARPS * number + warp_in_warpgroup() // self.sharing
 
     def share(self):
-        """Say which share of a vector this warp has."""
+        """Return the index of this warp's share of a vector."""
         return warp_in_warpgroup() % self.sharing if self.sharing > 1 else 0
 
     def of_lane(self, g):
@@ -247,7 +247,7 @@ class WarpColumns:
         return self.per_lane * g + 2 * self.share()
 
     def pair(self, number: int, g):
-        """Return the first column of this lane's pair of a number."""
+        """Return the first column of this lane's ``number``-th pair."""
         vector, pair = divmod(number, self.pairs)
         return self.vector(vector) * self.per_vector + self.of_lane(g) + 2 * pair
 

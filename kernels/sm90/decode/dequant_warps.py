@@ -1,5 +1,5 @@
-"""The consumer warps of decode of many rows over caches of 8 or 4 bits: each attends to keys of its own, dequantized in
-its registers. Those for few rows are in byte_swap_ab.py."""
+"""Consumer warps of decode with many rows over 8-bit or 4-bit caches. Each warp attends to its own keys and dequantizes
+them in registers. ``dequant_swap_ab.py`` has the consumers for few rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,34 +24,36 @@ from hopwell.kernels.parts.rows.softmax import HalfSoftmax
 from hopwell.kernels.sm90.decode.dequant_products import ColumnBlock, DequantProducts, accumulate, padded
 from hopwell.kernels.sm90.decode.rows import DecodeAttend
 
-STEP_KEYS = 32  # that a warp multiplies at a time
-MOST_COLUMNS = 128  # of O, for two products of a warp
+STEP_KEYS = 32  # keys that a warp multiplies at a time
+MOST_COLUMNS = 128  # columns of O, at most, with which a warp has two products
 STATISTICS_BYTES = 8  # of a row: reference and sum
 
 
 def most_products(head_dim: int) -> int:
-    """Say how many products of 8 rows a warp has side by side; of more columns O takes too many registers."""
+    """Return the products of 8 rows that a warp computes side by side. With more columns O takes too many registers for
+    two."""
     return 2 if padded(head_dim) <= MOST_COLUMNS else 1
 
 
 @dataclass(frozen=True)
 class WarpKeys(DeviceStruct):
-    """What a warp has of the work: some of the rows, and which keys.
+    """Rows and keys of one warp in a work tile.
 
-    It depends on the number of rows alone: up to ``rows`` each warp has keys of its own, up to twice as many two warps
-    share keys, and so on. Where there are more warps with different keys than steps in a tile, they take turns.
+    The assignment depends only on the number of rows. With up to ``rows`` rows each warp has its own keys, with up to
+    twice that number two warps share keys, and so on. If the warps have more key sets than a tile has steps, they
+    alternate tiles.
     """
 
-    sharing: Int32  # log2 of the warps that have the same keys
-    steps: Int32  # of STEP_KEYS in each of its tiles
-    ping_pong: Int32  # log2 of the tiles of which it has one
+    sharing: Int32  # log2 of the warps that share keys
+    steps: Int32  # steps of STEP_KEYS in each of its tiles
+    ping_pong: Int32  # log2 of n, of which the warp takes every n-th tile
     rows: int  # of a warp
     warps: int
-    tile_steps: int  # in all
+    tile_steps: int  # steps of a tile, of all warps together
 
     @staticmethod
     def of(count, products: int, kernel) -> "WarpKeys":
-        """Return how warps share a tile with ``count`` rows, of which each takes 8 * ``products``."""
+        """Return how warps share a tile with ``count`` rows; each warp takes 8 * ``products`` rows."""
         rows, warps, tile_steps = products * MMA_COLUMNS, kernel.storing_warps, kernel.tile.n // STEP_KEYS
         sharing, least = Int32(0), rows
         while least < ROWS:
@@ -63,7 +65,7 @@ class WarpKeys(DeviceStruct):
 
     @property
     def warp(self):
-        """Return the number of this warp among those that attend."""
+        """Number of this warp among the warps of attend."""
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPGROUP // LANES
 
     @property
@@ -72,7 +74,7 @@ class WarpKeys(DeviceStruct):
 
     @property
     def key_sets(self):
-        """Say how many sets of keys the warps have."""
+        """Number of key sets of all warps."""
         return Int32(self.warps) >> self.sharing
 
     @property
@@ -80,18 +82,18 @@ class WarpKeys(DeviceStruct):
         return (self.warp >> self.sharing) * self.steps % self.tile_steps
 
     def has(self, tile):
-        """Say whether it is the warp's turn."""
+        """Return whether the tile is one of this warp's."""
         return tile & ((Int32(1) << self.ping_pong) - 1) == (self.warp >> self.sharing) * self.steps // self.tile_steps
 
     def place(self, key_set, row):
-        """Say where a row of the warp with the keys of a set is among those of all warps."""
+        """Return the index, among the rows of all warps, of a row in the warp that holds a key set."""
         return ((key_set << self.sharing) + row // self.rows) * self.rows + row % self.rows
 
 
 @dataclass
 class DequantDecodeOperands(DequantProducts):
-    """Products over STEP_KEYS keys at a time, with O^T += V^T P^T. S and O are in registers; a lane has part g of a
-    column block of V, and of O."""
+    """Products over STEP_KEYS keys at a time, with O^T += V^T P^T. S and O are in registers. A lane holds part g of a
+    column block of V and O."""
 
     s: Any
     o: Any
@@ -109,7 +111,7 @@ class DequantDecodeOperands(DequantProducts):
         return ColumnFragment(self.s, STEP_KEYS // ColumnFragment.lanes_per_row, self.products)
 
     def multiply_values(self, stage, step) -> None:
-        """Add V^T P^T of the same keys to O^T; the scores are weights by now."""
+        """Add V^T P^T of the same keys to O^T; the score registers must hold the weights."""
         core_matrices = STEP_KEYS // copy.ATOM_ROWS
         weights = self.scores()
         p = [
@@ -123,7 +125,7 @@ class DequantDecodeOperands(DequantProducts):
         for first in range(0, core_matrices, 2):
             fragment, weights = 0, [pair[first : first + 2] for pair in p]
             for block in self.blocks:
-                # Two adjacent keys are the halves of a word of A; adjacent columns its rows g and g + 8.
+                # Two adjacent keys are the halves of a word of A. Adjacent columns are its rows g and g + 8.
                 pairs = [self._values(stage, core_matrices * step + first + i, block) for i in range(2)]
                 for word in range(len(pairs[0][0])):
                     scales = [
@@ -135,7 +137,8 @@ class DequantDecodeOperands(DequantProducts):
                         fragment = self._add(columns, weights, fragment)
 
     def _add(self, columns: list, weights: list, fragment: int) -> int:
-        """Add some columns of two core matrices of keys to the fragments from this one on. Returns the next one."""
+        """Add some columns of two core matrices of keys to consecutive fragments, starting with ``fragment``. Return
+        the next fragment."""
         for c in range(0, len(columns[0]), 2):
             a = [columns[half][c + row] for half in range(2) for row in range(2)]
             for product in range(self.products):
@@ -144,7 +147,7 @@ class DequantDecodeOperands(DequantProducts):
         return fragment
 
     def _values(self, stage, core_matrix, block: ColumnBlock) -> list:
-        """Return this lane's part of a column block of V, of its two keys in a core matrix."""
+        """Return this lane's part of a column block of V, for its two keys in a core matrix."""
         g, t = place_in_warp()
         part = self.element.bytes_of(block.value_part)
         rows, byte = self.rows(self.v_tile, 1, stage, core_matrix, block), g * part
@@ -152,7 +155,7 @@ class DequantDecodeOperands(DequantProducts):
         return [copy.load_shared(vector + byte % copy.VECTOR_BYTES, part // 4) for vector in vectors]
 
     def _value_scales(self, stage, core_matrix, block: ColumnBlock, word: int) -> Any:
-        """Return the scales of a word of this lane's part of its two keys in a core matrix."""
+        """Return the scales of one word of this lane's part, for its two keys in a core matrix."""
         if self.v_scales is None:
             return None
         g, t = place_in_warp()
@@ -173,15 +176,15 @@ class DequantDecodeOperands(DequantProducts):
 
 @dataclass(frozen=True)
 class Exchange(DeviceStruct):
-    """Shared memory through which the warps of attend hand over their rows."""
+    """Shared memory through which the attend warps pass their rows to the combine warpgroup."""
 
-    statistics: Int32  # addresses
+    statistics: Int32  # shared-memory addresses
     columns: Int32
     width: int
 
     @staticmethod
     def warp_bytes(head_dim: int) -> int:
-        """Say how many bytes of shared memory each warp has."""
+        """Return the bytes of shared memory for one warp."""
         return most_products(head_dim) * MMA_COLUMNS * (4 * padded(head_dim) + STATISTICS_BYTES)
 
     @staticmethod
@@ -191,20 +194,20 @@ class Exchange(DeviceStruct):
         return Exchange(begin, begin + rows * STATISTICS_BYTES, padded(head_dim))
 
     def row_statistics(self, row):
-        """Return the address of a row's (reference, sum). Rows are those of all warps."""
+        """Return the address of a row's (reference, sum). Rows are numbered over all warps."""
         return self.statistics + row * STATISTICS_BYTES
 
     def vector(self, row, vector):
-        """Return the address of a row's columns from 4 * ``vector`` on. Lanes store columns 16 apart, of every other
-        row: vectors are shuffled so that these meet in no bank."""
+        """Return the address of a row's columns from 4 * ``vector`` on. Lanes store columns that are 16 apart, in every
+        other row. The XOR of the vector number keeps these stores free of bank conflicts."""
         return self.columns + row * (4 * self.width) + (vector ^ (row // 2 % 4)) * copy.VECTOR_BYTES
 
 
 @dataclass
 class DequantDecodeAttend(DecodeAttend):
-    """The warps of attend, which do nothing but attend: what they find is added up by the warpgroup that combines.
+    """The attend warps, which only compute partials; the combine warpgroup adds them up.
 
-    Of a work tile with no more rows than a warp has, each of 8 warps has 32 of the 128 keys of every other tile:
+    If a work tile has no more rows than one warp, each of 8 warps has 32 of the 128 keys of every other tile:
 
         memory       |  K(i-2), V(i-2)  |  K(i-3), V(i-3)  |  K(i-4), V(i-4)  | ...
         warps 0..3   | S(i), softmax, O += P V  |  waits   | S(i-2), softmax, O += P V | ...
@@ -231,7 +234,7 @@ class DequantDecodeAttend(DecodeAttend):
 
     @cute.jit
     def attend_work_tile(self, products: cutlass.Constexpr[int], tile: SplitTile, count, kv_step, work) -> None:
-        """Attend to a work tile with ``count`` rows, 8 * ``products`` of them for each warp."""
+        """Attend to a work tile with ``count`` rows; each warp takes 8 * ``products`` of them."""
         q_ring = self.rings.q
         operands = DequantDecodeOperands.create(self.kernel, self.tiles, products)
         softmax = HalfSoftmax.over(self.softmax.scale, 2 * products)
@@ -278,7 +281,7 @@ class DequantDecodeAttend(DecodeAttend):
 
     @cute.jit
     def hand_over(self, operands: DequantDecodeOperands, softmax, mine: WarpKeys, count) -> None:
-        """Leave this warp's rows for :class:`DequantCombine`."""
+        """Write this warp's rows to the exchange for :class:`DequantCombine`."""
         exchange = Exchange.create(self.kernel, self.tiles)
         scores, (g, _) = operands.scores(), place_in_warp()
         for r in cutlass.range_constexpr(scores.rows):
@@ -297,8 +300,8 @@ class DequantDecodeAttend(DecodeAttend):
 
 @dataclass(frozen=True)
 class DequantCombine(Combine):
-    """Adds up what the warps of attend have found of a work tile before it combines the work tile with others. What
-    attend waits for is not a free slot but the exchange."""
+    """Combine that first adds up the attend warps' results of a work tile, then combines the work tile with others.
+    Attend waits for the exchange, not for a free slot."""
 
     exchange: Exchange
     kernel: Any  # configuration only
@@ -315,7 +318,7 @@ class DequantCombine(Combine):
             self.meet()
             self.gather(tile, rows, out_dtype)
             work += 1
-            # Attend has no reason to wait for the combine.
+            # Release the exchange first, so that attend does not wait for the combine.
             ring.release(work)
             if tile.chunks > 1:
                 self.complete(tile, rows, out_dtype)
@@ -337,7 +340,7 @@ class DequantCombine(Combine):
 
     @cute.jit
     def add_up(self, mine: WarpKeys, tile: SplitTile, rows: PackedRows, count, out_dtype: cutlass.Constexpr) -> None:
-        """Add up all rows: the output, or a partial of it."""
+        """Add up all rows and write the output or a partial."""
         vectors = self.slots.columns // COLUMNS_AT_ONCE
         for index in cutlass.range(self.thread, count * vectors, self.threads, unroll=1):
             row = index // vectors

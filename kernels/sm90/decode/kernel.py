@@ -1,6 +1,7 @@
-"""Hopper decode: the rows that share a KV head against chunks of a paged cache, and the combine, in one launch.
+"""Hopper split-KV decode: the packed rows of a KV head against chunks of a paged cache, and the combine, in one launch.
 
-For many rows and large head dims; ``decode_swap_ab.py`` and ``byte_swap_ab.py`` have the rest."""
+This kernel serves many rows and large head dims. ``swap_ab.py`` and ``dequant_swap_ab.py`` serve few rows.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -36,36 +37,33 @@ from hopwell.kernels.sm90.decode.rows import DecodeAttend
 
 
 class DecodeSm90(AttentionSm90):
-    """Attention of packed rows, ``tile.m`` of a KV head at most, in steps of ``tile.n`` keys from right to left.
+    """Attention of up to ``tile.m`` packed rows of a KV head, in steps of ``tile.n`` keys from right to left.
 
     Warp roles
-        warp 0 load_k      K tiles, as the KV source says
+        warp 0 load_k      K tiles, through the KV source
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      the packed rows of Q
-        warp 3 schedule    work tiles: which rows, which chunk of which request's keys
+        warp 3 schedule    work tiles: the rows, the request and the chunk of its keys
         warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
-                           partial of it. Over 8-bit caches eight warps by themselves, see byte_attend.py
-        next four dequantize    where head dims are large and caches have 8 bits: K and V become 16-bit elements where
-        they lie last four combine    gives work tiles their slots and combines partials, so that its atomics and reads
-        cost attend nothing;
-                           where two warpgroups share V's columns, they do it themselves
+                           partial; if they dequantize in registers, eight independent warps, see dequant_warps.py
+        next four dequantize   8-bit caches with many rows or large head dims: convert K and V to 16 bits in place
+        last four combine  assign slots to work tiles and combine partials, so that their atomics and reads do not delay
+                           attend; if two warpgroups share V's columns, attend does this itself
 
     Edges
         Q       load_q -> attend      released when the last S of the work tile has been computed; over 8-bit caches
-        when
-                                      it is in registers
-        K       load_k -> attend      released when S has been computed; over 8-bit caches with V
+                                      when Q is in registers
+        K       load_k -> attend      released when S has been computed; over 8-bit caches together with V
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
-        partial   attend -> combine       released once for each work tile when its slot may be written, over 8-bit
-        caches the
-                                      exchange; full when it is
-        Bytes that are dequantized in shared memory come to
-        loaded K, loaded V  load_k, load_v -> dequantize   given back on
+        partial   attend -> combine   released once for each work tile when its slot may be written, over 8-bit caches
+                                      when the exchange may be; full when it has been written
+        With dequantization in place, K and V have two edges each:
+        loaded K, loaded V  load_k, load_v -> dequantize   bytes from memory; released on K and V
         K, V                dequantize -> attend           released as above
 
-    Steady state: memory is the limit, and all that attend does for a step of keys has to take less time than their
-    loads. Between work tiles, loads run ahead by as many tiles as there are stages.
+    Steady state: memory is the limit. The work of attend in a step must take less time than the step's loads. Between
+    work tiles, loads run ahead by the number of stages.
 
         memory         |  K(i-2)  |  V(i-2)  |  K(i-3)  |  V(i-3)  |  K(i-4)  |  V(i-4)  | ...
         attend         |  S(i), O += P(i+1) V(i+1) | softmax of S(i) | waits | S(i-1), O += P(i) V(i) | softmax ...
@@ -83,7 +81,7 @@ class DecodeSm90(AttentionSm90):
 
     @property
     def weights_dtype(self) -> type:
-        """Return the element type that P has in shared memory."""
+        """Element type of P in shared memory."""
         return self.dtype
 
     @property
@@ -95,11 +93,12 @@ class DecodeSm90(AttentionSm90):
         return self.edges_in_place(edges, "dequantize") if self.config.dequantizes_in_place else edges
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Lanes read the tiles of 8-bit caches, and write some themselves: copies of rows, or zeros into V."""
+        """Return the arrive counts of K or V. Over 8-bit caches lanes read the tiles, and write some themselves: row
+        copies, or zeros into V."""
         if self.config.dequantizes_in_registers:
             copies_rows = issubclass(self.source, PageRows)
             lanes = LANES if is_value or copies_rows else 1
-            # Copies of rows arrive with those of their scales.
+            # Copies of rows and copies of their scales arrive together.
             copying = LANES if self.config.copies_scales and not copies_rows else 0
             return dict(producer_lanes=lanes, consumer_lanes=max(lanes, copying), copying_lanes=copying)
         if self.config.dequantizes_in_place:
@@ -123,7 +122,7 @@ class DecodeSm90(AttentionSm90):
         )
 
     def _combine(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Combine:
-        """Return the combine, done by the last warpgroup, or by all that attend where it has no role of its own."""
+        """Return the combine. The last warpgroup runs it, or all attend warpgroups if there is no combine role."""
         first, warpgroups = (
             (len(self.config.registers) - 1, 1) if self.config.has_combine_role else (1, self.warpgroups)
         )
@@ -145,7 +144,8 @@ class DecodeSm90(AttentionSm90):
         programmatic_launch: Int32,
         stream: cuda.CUstream,
     ):
-        """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
+        """Build the TMA descriptors and launch. ``anchor`` only selects the device of the launch; the kernel never
+        reads it."""
         k, v = self._kv_atoms(addresses, geometry)
         q = self._q_atom(addresses, geometry)
         self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, output_factor).launch(
@@ -154,7 +154,7 @@ class DecodeSm90(AttentionSm90):
             smem=self.shared_bytes,
             stream=stream,
             min_blocks_per_mp=self.config.ctas_per_sm,
-            # This is in percent; without it a kernel can only be compiled where there is a GPU to ask.
+            # The carveout is in percent. Without it, compilation needs a GPU to query.
             preferred_smem_carveout=100 if self.config.ctas_per_sm > 1 else None,
             use_pdl=programmatic_launch,
             cooperative=self.config.is_cooperative,
@@ -217,7 +217,7 @@ class DecodeSm90(AttentionSm90):
     def attend(
         self, tiles, rings, work_queue, mask, addresses, geometry, softmax_scale, output_scale, output_factor
     ) -> None:
-        """Do what the consumer warpgroups do."""
+        """Run the consumer warpgroups."""
         self.set_registers(self.tile.consumer_registers)
         scale = load_scale(addresses.softmax_scale, softmax_scale)
         score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
@@ -240,7 +240,7 @@ class DecodeSm90(AttentionSm90):
         consumer.run(addresses, geometry)
 
     def run_combine(self, tiles, rings, work_queue, addresses, geometry, scale) -> None:
-        """Do what the warpgroup that combines does."""
+        """Run the combine warpgroup."""
         combine = self._combine(addresses, geometry, tiles)
         combine.run(work_queue, rings.partial, addresses, geometry, scale, self.out_dtype)
 
@@ -249,7 +249,7 @@ class DecodeSm90(AttentionSm90):
         return OnlineSoftmax.create(scale, RowFragment.rows)
 
     def consumer(self, **parts: Any) -> "DecodeAttend":
-        """Return what the consumer warpgroups run."""
+        """Return the consumer that the attend warpgroups run."""
         return (DequantDecodeAttend if self.config.dequantizes_in_registers else DecodeAttend)(**parts)
 
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
@@ -259,12 +259,12 @@ class DecodeSm90(AttentionSm90):
         return self.schedule_type(geometry, addresses, mask, *sizes, hooks)
 
     def hooks(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> ScheduleHooks:
-        """Return what the warp that schedules does besides."""
+        """Return the additional work of the schedule warp."""
         return ScheduleHooks()
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue, schedule, scale):
-        """Run those warps of the first warpgroup that load K, V and Q."""
+        """Run the warps of the first warpgroup that load K, V and Q."""
         operands = self.loads(addresses, geometry)
         if warp == K_WARP:
             self.load_operand(0, atoms, operands, tiles, rings, partial_barriers, work_queue)
@@ -275,7 +275,7 @@ class DecodeSm90(AttentionSm90):
 
     @cute.jit
     def load_all_q(self, addresses, geometry, tiles, rings, work_queue):
-        """Load Q of every tile."""
+        """Load Q of every work tile."""
         step = Int32(0)
         tile = work_queue.read(step)
         while tile.exists:
@@ -284,13 +284,13 @@ class DecodeSm90(AttentionSm90):
             tile = work_queue.read(step)
 
     def divided(self, operand: KvOperand) -> KvOperand:
-        """Divide strides of pages, where boxes need that, while the warp that loads waits for its first work."""
+        """Divide the page strides for sources that load boxes, while the load warp waits for its first work tile."""
         if const_expr(issubclass(self.source, PageBoxes)):
             operand = replace(operand, page_slots=operand.slots_of_page())
         return operand
 
     def load_operand(self, which: int, atoms, operands, tiles, rings, partial_barriers, work_queue) -> None:
-        """Load K (0) or V (1) of every tile."""
+        """Load K (0) or V (1) of every work tile."""
         shared, operand = shared_address((tiles.k, tiles.v)[which].iterator), operands[which]
         operand = self.divided(operand)
         if const_expr(self.config.copies_scales):
@@ -299,11 +299,11 @@ class DecodeSm90(AttentionSm90):
         self.load_kv(atoms[which], shared, ring, partial_barriers + which, work_queue, operand)
 
     def _q_atom(self, addresses: Addresses, geometry: DecodeGeometry):
-        """Return the TMA atom of Q; it is None where only lanes copy its rows."""
+        """Return the TMA atom of Q, or None if lanes copy its rows."""
         return None
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
-        """Return what the two loading warps fetch."""
+        """Return the operands of the two load warps."""
         return KvOperand.key(addresses, geometry, self.config), KvOperand.value(addresses, geometry, self.config)
 
     def _output_scale(self, addresses: Addresses, output_scale, output_factor):
@@ -311,8 +311,8 @@ class DecodeSm90(AttentionSm90):
 
     @cute.jit
     def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tile, tiles, ring, step):
-        """Load rows of Q by 16-byte copies: a row is a head of a token, and the next one may be anywhere. Rows that no
-        token has become zeros."""
+        """Load rows of Q by 16-byte copies. A row is one head of a token, and consecutive rows may be anywhere in
+        memory. Rows without a token become zeros."""
         blocks, rows_at_once = self.config.q_columns // BLOCK_COLUMNS, LANES // copy.VECTORS_PER_ROW
         vector = cute.arch.lane_idx() % copy.VECTORS_PER_ROW
         ring.wait_empty(step)
@@ -336,7 +336,7 @@ class DecodeSm90(AttentionSm90):
 
 
 def argument_types(config: DecodeConfig) -> tuple[Any, Any]:
-    """Return what a kernel gets its addresses and sizes as."""
+    """Return the types of a kernel's addresses and geometry."""
     return (ScaledAddresses, ScaledDecodeGeometry) if config.has_block_scales else (Addresses, DecodeGeometry)
 
 

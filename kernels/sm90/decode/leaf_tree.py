@@ -1,4 +1,4 @@
-"""What becomes of the leaves of keys that a warpgroup has, one behind the other: the tree, and the output."""
+"""Combine of the leaves (KV blocks) that one warpgroup processes in sequence, and the store of the output tile."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,16 +12,21 @@ from hopwell.kernels.sm90.decode.swap_ab_rows import ColumnRows
 
 
 class LeafTree(ColumnRows):
-    """The base of the roles that combine leaves."""
+    """Base class of the roles that combine leaves."""
 
     combine: Tree
     output_scale: Float32
 
     @cute.jit
     def combine_tile_range(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
-        """Combine all leaves of a part, each of which ``next_leaf`` brings to ``node``: from its number among the keys,
-        whether not all rows see all of it, and a step, which it counts on. The node of a whole line is ``node`` then;
-        those of others have been left in memory. Returns the step after them, and what has been left."""
+        """Combine all leaves of a segment.
+
+        ``next_leaf`` computes each leaf into ``node``. Its arguments are the number of the leaf among the keys, whether
+        the leaf needs the mask, and a step. It returns the advanced step.
+
+        ``node`` holds the root if the segment covers its whole output tile. Nodes of other segments are written to
+        global memory. Return the step after the segment and the nodes written.
+        """
         node.clear()
         keys, tree, left = tile.keys, self.combine, LeftNodes.none()
         leaf, waiting = tile.first_leaf, tile.first_leaf
@@ -41,7 +46,7 @@ class LeafTree(ColumnRows):
 
     @cute.jit
     def finish_tile_range(self, node: Node, tile: StreamKTile, left: LeftNodes, addresses, geometry) -> None:
-        """Combine what nothing is missing of any more, and write the line if that is all of it."""
+        """Combine every node whose inputs are complete, and store the output tile if its root is among them."""
         is_root = tile.end_leaf - tile.first_leaf == tile.leaves
         if not is_root:
             is_root = self.combine.combine(node, tile, left, self.meet_warpgroup)
@@ -50,7 +55,7 @@ class LeafTree(ColumnRows):
 
     @cute.jit
     def store_output_tile(self, node: Node, tile: StreamKTile, addresses, geometry) -> None:
-        """Write the rows of a line's root."""
+        """Write the rows of an output tile from its root node."""
         rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
         sums = self.gathered([node.total[r] for r in range(node.rows)])
         statistics = [(node.reference[r], (a + b) + (c + d)) for r, (a, b, c, d) in enumerate(sums)]

@@ -1,4 +1,4 @@
-"""The consumer warpgroups of Hopper decode: what becomes of their rows."""
+"""Consumer warpgroups of Hopper decode: the row loop and the store of outputs and partials."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,14 @@ from hopwell.kernels.sm90.common.row_loop import Attend, Consumer
 
 @dataclass
 class DecodeConsumer(Consumer):
-    """A consumer whose rows are packed rows."""
+    """Consumer whose rows are packed GQA rows."""
 
     combine: Any
     addresses: Addresses
     geometry: DecodeGeometry
 
     def logit_row(self, tile: SplitTile, warp_row, fragment: Any = RowFragment) -> LogitRow:
-        """Return the rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores."""
+        """Return the rows that a lane holds in a ``fragment`` of scores whose first row is ``warp_row``."""
         request = tile.request
         first = tile.first_row + warp_row + fragment.first_row()
         if const_expr(self.mask.kind not in (MaskKind.DRAFT, MaskKind.CYCLIC)):
@@ -45,7 +45,7 @@ class DecodeConsumer(Consumer):
 
 @dataclass
 class DecodeAttend(DecodeConsumer, Attend):
-    """Attention over requests whose keys are cut into chunks."""
+    """Attention over requests whose keys are split into chunks (split-KV)."""
 
     combine: Combine
 
@@ -55,16 +55,17 @@ class DecodeAttend(DecodeConsumer, Attend):
             self.combine.hand_back(Int32(geometry.grid))
 
     def attend(self, addresses: Addresses, geometry: DecodeGeometry):
-        """Attend to all work tiles that this CTA gets."""
+        """Attend to all work tiles of this CTA."""
         super().run(addresses, geometry)
 
     def own_keys(self, tile: SplitTile, row) -> TileRange:
-        """Return the keys of the tile: all rows see keys up to the same one, or nearly so."""
+        """Return the key range of the tile. All rows share one range, because their last visible
+        keys are nearly equal."""
         return tile.keys
 
     @cute.jit
     def store(self, operands, tile: SplitTile, work, warp_row, column_half, addresses, geometry):
-        """Write this warp's rows, or leave them as a partial."""
+        """Write this warp's rows to the output, or to a partial if the request has several chunks."""
         rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
         self.open_partial(tile, work)
         if tile.chunks == 1:
@@ -75,7 +76,7 @@ class DecodeAttend(DecodeConsumer, Attend):
 
     @cute.jit
     def open_partial(self, tile: SplitTile, work) -> None:
-        """Return when the work tile's partial, if it is one, may be written."""
+        """Wait until the work tile's partial, if there is one, may be written."""
         if const_expr(self.kernel.config.has_combine_role):
             self.rings.partial.wait_released(work)
         else:
@@ -84,7 +85,7 @@ class DecodeAttend(DecodeConsumer, Attend):
 
     @cute.jit
     def close_partial(self, tile: SplitTile, rows: PackedRows, work) -> None:
-        """The work tile's results have been written."""
+        """Signal that the work tile's results have been written."""
         if const_expr(self.kernel.config.has_combine_role):
             self.rings.partial.fill(work)
         else:
@@ -96,8 +97,8 @@ class DecodeAttend(DecodeConsumer, Attend):
     def store_rows(self, operands, rows: PackedRows, warp_row, column_half) -> None:
         output, dtype = operands.output(), self.kernel.out_dtype
         lanes, own_columns = output.lanes_per_row, self.columns // output.lanes_per_row
-        # The lanes of a row exchange what they hold, so that each stores 16 bytes and all whole sectors: with 4 bytes
-        # a lane, the output of 64 requests of MLA took 5.9 us (H200, 2026-11-24).
+        # The lanes of a row exchange columns, so that each lane stores 16 bytes and all lanes whole sectors. With
+        # stores of 4 bytes a lane, the output of 64 MLA requests took 5.9 us (H200, 2026-11-24).
         in_vectors = 0 if dtype.width < 16 else own_columns // copy.CORE_MATRIX_ROWS * copy.CORE_MATRIX_ROWS
         for r in cutlass.range_constexpr(output.rows):
             row = warp_row + output.first_row() + output.row_offset(r)
@@ -136,5 +137,5 @@ class DecodeAttend(DecodeConsumer, Attend):
 
     @property
     def columns(self) -> int:
-        """Say how many columns of the output this warpgroup has."""
+        """Columns of the output that this warpgroup holds."""
         return self.kernel.config.head_dim_v // self.kernel.config.v_splits

@@ -1,10 +1,12 @@
-"""Hopper decode of few rows: leaves of keys against up to 32 packed rows, combined as a tree, in one launch.
+"""Hopper decode of few rows (swap-AB, stream-K): leaves of keys against up to 32 packed rows, combined as a tree.
 
-With so few rows memory is the limit, and what a tile takes from the time at which it is there until its place can be
-filled again has to be short. So products are transposed, as in ``mla_swap_ab.py``: S^T = K Q^T and O^T = V^T P^T. Then
-O of a leaf is few registers of a thread, and leaves can be combined in an order that does not depend on which CTA has
-which: every CTA gets an equal share of all keys, and partials of requests are left in memory at the ends of shares
-    only.
+With so few rows HBM bandwidth is the limit. A stage must be refilled soon after its tile has arrived. So the kernel
+computes the transposed products S^T = K Q^T and O^T = V^T P^T, as ``sm90/mla/swap_ab.py`` does. O of a leaf then takes
+few registers of a thread.
+
+Leaves can be combined in an order that is independent of the assignment of leaves to CTAs. Every CTA gets an equal
+share of all keys (stream-K). Partials are written to global memory only at the ends of shares. One launch does all of
+it.
 """
 
 from dataclasses import dataclass
@@ -41,13 +43,12 @@ class SwapABDecodeSm90(DecodeSm90):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
 
     Warp roles
-        warp 0 load_k      K tiles, as the KV source says
+        warp 0 load_k      K tiles, through the KV source
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      the packed rows of Q
-        warp 3 schedule    segments of lines, see parts/partition/stream_k.py
-        warps 4..7 attend  from Q K^T to a leaf's node, from nodes to the output, see parts/combine/tree.py; a warp has
-        16 keys
-                           of each tile, and 16 of 64 columns of the output
+        warp 3 schedule    segments of output tiles (lines), see parts/partition/stream_k.py
+        warps 4..7 attend  from Q K^T to a leaf's node, and from nodes to the output, see parts/combine/tree.py;
+                           a warp has 16 keys of each tile, and 16 of every 64 columns of the output
 
     Edges
         Q       load_q -> attend      released after the segment's last leaf
@@ -66,13 +67,13 @@ class SwapABDecodeSm90(DecodeSm90):
 
     @property
     def nodes_bytes(self) -> int:
-        """Say how many bytes of shared memory levels of the tree take."""
+        """Bytes of shared memory for the tree levels kept there."""
         return self.config.smem_levels * node_bytes(self.tile.m, self.config.head_dim_v)
 
     @property
     def staging_bytes(self) -> int:
-        """Return a warp's share of the bytes for nodes of the tree, what counts have found, and a float32 of each row
-        for all warps."""
+        """A warp's share of the bytes for tree nodes, the results of fan-in counts, and one float32
+        per row and warp."""
         return (self.nodes_bytes + STATE_BYTES) // WARPS
 
     @property
@@ -81,12 +82,12 @@ class SwapABDecodeSm90(DecodeSm90):
 
     @property
     def shared_bytes(self) -> int:
-        """Return the shared memory of a CTA in bytes, which P is a part of."""
+        """Bytes of shared memory of a CTA, including P."""
         return super().shared_bytes + self.tile.m * LEAF_TILE * HALFWORD_BYTES * self.p_tiles
 
     @property
     def p_tiles(self) -> int:
-        """Say how many tiles of P are in shared memory: those of a leaf."""
+        """Tiles of P in shared memory: the tiles of one leaf."""
         return self.config.leaf_tiles
 
     def softmax(self, scale) -> ColumnSoftmax:
@@ -112,7 +113,8 @@ class SwapABDecodeSm90(DecodeSm90):
         return self.schedule_type(geometry, addresses, mask, *sizes, subtrees, resident)
 
     def _allocate_tiles(self, smem) -> "LeafTiles":
-        columns = copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width  # of which elements of 8 bits need half
+        # columns of 128 bytes; 8-bit elements use half of them
+        columns = copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width
         layout = copy.swizzled_layout(self.dtype, self.tile.m, columns, self.p_tiles)
         p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
         return LeafTiles(**vars(super()._allocate_tiles(smem)), p=p)
@@ -124,7 +126,8 @@ class LeafTiles(SharedTiles):
 
 
 def transposed_values(kernel, pv_mma, kv_half, width: int, columns: int):
-    """Return the first operand of V^T P^T: ``columns`` of one side of V, whose rows have ``width`` in shared memory."""
+    """Return operand A of V^T P^T: ``columns`` columns of one half of V, whose rows have ``width`` columns in shared
+    memory."""
     t, pv = kernel.tile, pv_mma.get_slice(0)
     layout = cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * width))
     return pv.make_fragment_A(pv.partition_A(cute.composition(kv_half, layout)))
@@ -132,23 +135,23 @@ def transposed_values(kernel, pv_mma, kv_half, width: int, columns: int):
 
 @dataclass
 class ColumnOperands(DeviceStruct):
-    """Matrix operands of a warpgroup's transposed products: K and V are A, Q and P are B; S^T and O^T are in registers,
-    the others, but for V of some, in shared memory."""
+    """Matrix operands of a warpgroup's transposed products. K and V are operand A, Q and P are operand B. S^T and O^T
+    are in registers. The other operands are in shared memory, except V in some subclasses."""
 
     qk_mma: Any
     pv_mma: Any
     q: Any
-    k: tuple  # of sides of a key, each of which has stages of its own
+    k: tuple  # one operand per half of a key; each half has its own stages
     p: Any
-    s: Any  # of tiles, one behind the other
+    s: Any  # scores of tiles, concatenated
     o: Any
     s_layout: Any  # of one tile
     tile_n: int
-    products: int  # of 8 rows, side by side
+    products: int  # products of 8 rows, side by side
 
     @staticmethod
     def fields(kernel, tiles: LeafTiles, mmas: tuple, keys: tuple, columns: int, scored_tiles: int) -> dict[str, Any]:
-        """Return the values of the fields above by their names. ``keys`` are the sides of K, ``columns`` those of the
+        """Return the values of the fields above by name. ``keys`` are the halves of K, ``columns`` the columns of the
         output."""
         t, (qk_mma, pv_mma) = kernel.tile, mmas
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
@@ -170,18 +173,18 @@ class ColumnOperands(DeviceStruct):
         """Do nothing: Q of a segment stays in shared memory."""
 
     def end(self, q_ring, work) -> None:
-        """Give Q back, as the segment's products are done."""
+        """Release Q after the segment's last product."""
         q_ring.release(work)
 
     def show_weights(self) -> None:
-        """Make P, which has been written, visible to the tensor cores."""
+        """Make P in shared memory visible to the tensor cores."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def _tile_scores(self, i: int):
         return cute.make_tensor(self.s.iterator + i * cute.size(self.s_layout), self.s_layout)
 
     def scores(self) -> ColumnFragment:
-        """Return the scores of all tiles, of each of which a warp has 16 keys."""
+        """Return the scores of all tiles; a warp has 16 keys of each tile."""
         tiles = cute.size(self.s) // cute.size(self.s_layout)
         columns = tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row
         return ColumnFragment(self.s, columns, self.products)
@@ -206,7 +209,7 @@ class LeafOperands(ColumnOperands):
         )
 
     def multiply_keys(self, ring, step, q_stage) -> None:
-        """Compute S^T of a leaf, whose first tile is the ``step``-th."""
+        """Compute S^T of a leaf; ``step`` is the number of its first tile."""
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
             k, q = self.k[0][None, None, None, ring.stage(step + i)], self.q[None, None, None, q_stage]
@@ -218,7 +221,7 @@ class LeafOperands(ColumnOperands):
         ring.release(step + self.leaf_tiles - 1)
 
     def multiply_values(self, ring, step) -> None:
-        """Compute O^T of a leaf. The product of its last tile is still under way."""
+        """Compute O^T of a leaf. The product of its last tile is still in flight on return."""
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
             v, p = self.v[None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
@@ -228,12 +231,12 @@ class LeafOperands(ColumnOperands):
                 ring.release(step + i - 1)
 
     def finish_values(self, ring, step) -> None:
-        """Wait until O^T is complete, and give the last stage back."""
+        """Wait until O^T is complete, and release the last stage."""
         warpgroup.wait_group(0)
         ring.release(step + self.leaf_tiles - 1)
 
     def tile_scores(self, i: int) -> ColumnFragment:
-        """Return the scores of tile i of the leaf, of which a warp has 16 keys."""
+        """Return the scores of tile i of the leaf; a warp has 16 of its keys."""
         return ColumnFragment(
             self._tile_scores(i), ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products
         )
@@ -241,12 +244,12 @@ class LeafOperands(ColumnOperands):
 
 @dataclass
 class LeafConsumer(ColumnRows, DecodeConsumer):
-    """The consumer warpgroup, whatever instructions its operands take, and wherever leaves are combined."""
+    """Consumer warpgroup, independent of the matrix instruction and of the role that combines leaves."""
 
     operands_type: ClassVar[type]
 
     def first_step(self):
-        """Return the step of the CTA's first leaf, as :meth:`combine_tile_range` counts it."""
+        """Return the step of the CTA's first leaf, as counted by :meth:`combine_tile_range`."""
         return Int32(0)
 
     @cute.jit
@@ -257,7 +260,7 @@ class LeafConsumer(ColumnRows, DecodeConsumer):
         step, work = self.first_step(), Int32(0)
         tile = self.work_queue.read(work)
         while tile.exists:
-            # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
+            # This barrier, like the barrier in Attend.run, tells the compiler that the warps have converged.
             self.meet_warpgroup()
             q_ring.wait_full(work)
             operands.begin(q_ring, work)
@@ -272,14 +275,14 @@ class LeafConsumer(ColumnRows, DecodeConsumer):
 
 @dataclass
 class LeafAttend(LeafTree, LeafConsumer):
-    """A consumer that attends to all tiles of a leaf at once, and combines leaves itself."""
+    """Consumer that attends to all tiles of a leaf at once and combines leaves itself."""
 
     operands_type: ClassVar[type] = LeafOperands
 
     @cute.jit
     def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
-        """Compute the node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next
-        one's."""
+        """Compute the node of leaf n of the keys; ``step`` is the number of its first tile in this CTA. Return the next
+        leaf's step."""
         k_ring, v_ring = self.rings.k, self.rings.v
         tiles, scores = self.kernel.config.leaf_tiles, operands.scores()
         operands.multiply_keys(k_ring, step, q_stage)
@@ -303,7 +306,7 @@ class LeafAttend(LeafTree, LeafConsumer):
         return step + self.kernel.step_tiles
 
     def prepare_values(self, operands, step) -> None:
-        """Do what the warps do for the products with V of a leaf before they meet, besides writing P."""
+        """Prepare the products with V of a leaf before the warps meet, in addition to writing P."""
         operands.show_weights()
 
 

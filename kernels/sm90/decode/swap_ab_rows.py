@@ -1,4 +1,4 @@
-"""Consumers of transposed products: rows spread over all warps of a warpgroup, see ``ColumnFragment``."""
+"""Consumers of transposed (swap-AB) products: all warps of a warpgroup share the rows, see ``ColumnFragment``."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, place_in_warp, transposed
 from hopwell.kernels.parts.rows.packed import PackedRows
 
-# What lies behind the nodes in shared memory: what Tree.results says, and a float32 of each row for all warps, of one
-# warpgroup, or of two with up to 16 rows.
+# Shared memory behind the nodes: RESULT_BYTES for ``Tree.results``, then STATE_BYTES for one float32 per row and warp.
+# STATE_BYTES fits one warpgroup, or two warpgroups with up to 16 rows.
 RESULT_BYTES, STATE_BYTES = 256, 1024
 
 
 class ColumnRows:
-    """A base class beside a kind of attend in which each warp has some keys of a tile and columns of the output."""
+    """Mixin for consumers in which each warp holds some keys of a tile and some columns of the output."""
 
     kernel: Any
     tiles: Any
@@ -40,14 +40,14 @@ class ColumnRows:
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.consumer, number_of_threads=WARPGROUP)
 
     def _of_warps(self, r: int):
-        """Return the shared address of a float32 of each of this warpgroup's warps for row r of a lane."""
+        """Return the shared address of row r's float32 values, one for each warp of this warpgroup."""
         row = self.consumer * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)
         return shared_address(self.tiles.staging) + self.kernel.nodes_bytes + RESULT_BYTES + 4 * WARPS * row
 
     @cute.jit
     def gathered(self, values) -> list:
-        """Return the values that this warpgroup's warps have for each row. The lanes of a warp that share it have the
-        same."""
+        """Return the values of this warpgroup's warps for each row. The lanes of a warp that share a row must pass the
+        same value."""
         _, t = place_in_warp()
         for r in cutlass.range_constexpr(len(values)):
             slot, value = shared_array(Float32, self._of_warps(r) + 4 * self.warp), values[r]
@@ -57,13 +57,14 @@ class ColumnRows:
         return [copy.load_shared(self._of_warps(r), WARPS, Float32) for r in range(len(values))]
 
     def over_warps(self, values) -> list:
-        """Return the largest of the warps' values for each row."""
+        """Return the maximum over the warps for each row."""
         found = self.gathered(values)
         return [cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d)) for a, b, c, d in found]
 
     @cute.jit
     def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
-        """Write P of a tile of keys as the tensor cores read it: it becomes the ``tile``-th in shared memory."""
+        """Write P of a tile of keys to shared memory as tile number ``tile``, in the layout that
+        the tensor cores read."""
         g, t = place_in_warp()
         base = shared_address(self.tiles.p.iterator) + tile * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
         for product in cutlass.range_constexpr(scores.products):
@@ -75,7 +76,7 @@ class ColumnRows:
 
     @cute.jit
     def row_factors(self, output, statistics, rows: PackedRows) -> list:
-        """Return what turns the output of each row of a lane into the result; log-sum-exps are written."""
+        """Return the factor that normalizes each row of a lane's output, and write the log-sum-exps."""
         _, t = place_in_warp()
         factors = []
         for r in cutlass.range_constexpr(output.rows):
@@ -88,14 +89,14 @@ class ColumnRows:
 
     @cute.jit
     def store_columns(self, output, statistics, rows: PackedRows) -> None:
-        """Write the results of rows, whose ``statistics`` are (reference, sum)."""
+        """Write the results of all rows; ``statistics`` are their (reference, sum)."""
         g, t = place_in_warp()
         factors = self.row_factors(output, statistics, rows)
         for core_matrix in cutlass.range_constexpr(output.products):
             row = MMA_COLUMNS * core_matrix + g
             target = rows.output(row, 0)
             for c in cutlass.range_constexpr(output.columns):
-                # A lane holds one column of two adjacent rows, and stores two columns of one.
+                # A lane holds one column of two adjacent rows. The transpose gives it two columns of one row to store.
                 pair = [output.get(r, c) * factors[r] for r in (2 * core_matrix, 2 * core_matrix + 1)]
                 word = transposed(copy.pack_x2(self.kernel.out_dtype, *pair))
                 column = (WARPS * (c // 2) + self.warp) * ColumnFragment.warp_columns + c % 2 * MMA_COLUMNS + 2 * t

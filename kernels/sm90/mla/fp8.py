@@ -1,4 +1,4 @@
-"""Hopper MLA decode whose operands have 8 bits: queries, keys, weights and values in e4m3."""
+"""Hopper MLA decode with 8-bit operands: queries, keys, weights and values in e4m3 (fp8 MMA)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,36 +34,36 @@ from hopwell.kernels.sm90.mla.kernel import WARP_SUM_BYTES, KeyHalves, MlaAttend
 from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
 
 BLOCK_REGISTERS = WARPGROUP_ROWS * ROWS // WARPGROUP  # of O, for 64 columns of the value
-TILES = 2  # of a step, A and B
-# What the warpgroups tell each other in a step: of each row the largest score in A and in B, and the factor that brings
-# O to the step's reference.
+TILES = 2  # of a step: A and B
+# float32 values that the warpgroups exchange in a step: for each row the largest score in A and in B, and the factor
+# that rescales O to the step's reference.
 ROW_STATE = (TILES + 1) * WARPGROUP_ROWS
 
 
 class Fp8MlaSm90(MlaSm90):
-    """Attention of packed rows like :class:`MlaSm90`, with products of 8-bit operands, which take half of the time.
+    """Attention of packed rows like :class:`MlaSm90`, with 8-bit products, which take half of the time.
 
-    P V is computed as O^T = V^T P^T. A matrix product of 8 bits takes its second operand from shared memory with the
-    depth, here the keys, along the rows, which P has and V does not. Its first one it takes from registers, and there
-    a transposing ldmatrix puts pairs of columns; two byte permutes part their even from their odd columns. So V is
-    transposed on its way to the tensor cores, by whom it is multiplied. O^T is turned when a work tile ends.
+    P V is computed as O^T = V^T P^T. An 8-bit wgmma reads operand B from shared memory only with the depth, here the
+    keys, along the rows. P has this layout, V does not. Operand A may come from registers: a transposing ldmatrix loads
+    pairs of columns of V, and two byte permutes separate even from odd columns. So the warpgroup that multiplies V
+    transposes it on the way to the tensor cores. O^T is transposed back at the end of a work tile.
 
-    A step's weights are relative to the largest score of its two tiles, as in :class:`TileSoftmax`, and its product is
-    added to O by float32 instructions: see ``byte_prefill.py`` for both. So the warpgroups meet twice in a step: when
-    the maxima of A and B are there, and when the weights are. Nothing else stands between them: P of both lies in one
-    tile, which is written between the meetings and multiplied after the second one.
+    A step's weights are relative to the largest score of its two tiles, see :class:`TileSoftmax`. The step's product is
+    added to O by float32 instructions, see ``sm90/prefill/fp8.py``. So the warpgroups meet twice in a step: when the
+    maxima of A and B are available, and when the weights are. There is no other dependence between them: P of both is
+    one tile, written between the two barriers and multiplied after the second.
 
     Edges that differ
-        K, V    load_keys -> attend  four tiles, two of A and two of B, for which there is room: released by left and
-                                     right when they have read their last operands of them
-        Q       schedule -> attend   released when O has been turned, which goes through Q's place
+        K, V    load_keys -> attend  four tiles fit, two of A and two of B; left and right release a tile when they have
+                                     read their last operands of it
+        Q       schedule -> attend   released when O has been transposed, which uses Q's place as staging
 
-    Steady state: what limits is that products wait for softmax and softmax for products.
+    Steady state: the limit is that products wait for softmax and softmax waits for products.
 
         tensor cores   | left: S(A), right: S(B) |            | O += V^T P^T of A and B, both | left: S(A') ...
         left           |         waits           | softmax, A | adds products of n slices to O | waits
         right          |         waits           | softmax, B | adds products of n slices to O | waits
-        loads          | what the step before has released    |                               |
+        loads          | stages released by the step before      |                               |
     """
 
     staging_bytes = WARP_SUM_BYTES + ROW_STATE * 4 // (2 * WARPS)
@@ -73,12 +73,12 @@ class Fp8MlaSm90(MlaSm90):
         return {**super().q_arrivals, "consumer_lanes": LANES}
 
     def _p_edges(self) -> tuple[Edge, ...]:
-        """Return no edges: the warpgroups meet instead."""
+        """Return no edges: the warpgroups exchange P through barriers instead."""
         return ()
 
     @property
     def shared_bytes(self) -> int:
-        """Return the shared memory of a CTA in bytes, which P is a part of."""
+        """Bytes of shared memory of a CTA, including P."""
         return super().shared_bytes + self.tile.m * copy.SWIZZLE_ROW_BYTES
 
     def softmax(self, scale) -> TileSoftmax:
@@ -90,8 +90,8 @@ class Fp8MlaSm90(MlaSm90):
 
 @dataclass
 class Fp8MlaOperands(KeyHalves, DeviceStruct):
-    """Matrix operands of one warpgroup. ``k`` and ``k_right`` are a key's two halves and ``p`` the weights of A and of
-    B side by side, in shared memory; ``o`` is its half of O, transposed until :meth:`turn`."""
+    """Matrix operands of one warpgroup. ``k`` and ``k_right`` are the two halves of a key. ``p`` holds the weights of A
+    and B side by side in shared memory. ``o`` is this warpgroup's half of O, transposed until :meth:`turn`."""
 
     qk_mma: Any
     pv_mma: Any
@@ -101,8 +101,8 @@ class Fp8MlaOperands(KeyHalves, DeviceStruct):
     p: Any
     s: Any
     o: Any
-    product: Any  # of 64 columns of the value, with zero accumulators
-    values: Any  # its first operand, of both tiles
+    product: Any  # product of 64 columns of the value, with zero accumulators
+    values: Any  # operand A of the product, of both tiles
     tile_n: int
     depth_qk: int
     depth_v: int
@@ -134,13 +134,13 @@ class Fp8MlaOperands(KeyHalves, DeviceStruct):
         return RowFragment(self.s, self.tile_n // RowFragment.lanes_per_row)
 
     def output(self) -> RowFragment:
-        """Return O, when it has been turned."""
+        """Return O; call after :meth:`turn`."""
         return RowFragment(self.o, self.depth_v // RowFragment.lanes_per_row)
 
     @cute.jit
     def add(self, values: tuple, factors) -> None:
-        """Bring O to a step's references by what lies at ``factors``, a float32 for each row, and add the product of
-        its weights with ``values``, those of A and of B."""
+        """Rescale O to a step's references and add the product of the step's weights with V. ``factors`` is the address
+        of a float32 per row; ``values`` are the values of A and of B."""
         words = cute.recast_tensor(self.values, Uint32)
         for block in cutlass.range_constexpr(self.depth_v // WARPGROUP_ROWS):
             for tile in cutlass.range_constexpr(TILES):
@@ -150,7 +150,7 @@ class Fp8MlaOperands(KeyHalves, DeviceStruct):
             self._add_product(block * cute.size(self.product), factors)
 
     def _add_product(self, first: int, factors) -> None:
-        """Add a product to the registers of O from ``first`` on."""
+        """Add a product to the registers of O, starting with register ``first``."""
         for core_matrix in range(cute.size(self.product) // 4):
             pair = copy.load_shared(factors + 32 * core_matrix, 2, Float32)
             for i in range(4 * core_matrix, 4 * core_matrix + 4):
@@ -158,8 +158,9 @@ class Fp8MlaOperands(KeyHalves, DeviceStruct):
 
     @cute.jit
     def turn(self, staging, barrier) -> None:
-        """Turn O^T into O: a lane that has held two columns of the value of 16 rows has two rows then. It goes through
-        rows of 128 bytes at ``staging``, 32 columns at a time, for which the warps meet at a named barrier."""
+        """Transpose O^T into O. A lane holds two value columns of 16 rows before, and two rows after. The data pass
+        through 128-byte rows at ``staging``, 32 columns at a time; the warps meet at a named barrier for each exchange.
+        """
         lane, warp = cute.arch.lane_idx(), warp_in_warpgroup()
         g, t = lane // 4, lane % 4
         for block in cutlass.range_constexpr(self.depth_v // WARPGROUP_ROWS):
@@ -187,15 +188,15 @@ def _meet(barrier) -> None:
 
 @dataclass
 class Values(DeviceStruct):
-    """A tile of keys, of which a warpgroup reads its half of the value's columns as first operands of products.
+    """A tile of keys, of which a warpgroup reads its half of the value's columns as operand A.
 
-    In a product of 64 columns each warp has 16: the vector that a lane's row of ldmatrix is. Its pairs of
-    columns come apart into rows g and g + 8 of the operand, so that row g is column 2 g and row g + 8 the next one.
-    Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of sixteen are neighbours, as in what ``round_to_bytes`` makes.
+    In a product of 64 columns each warp has 16: one vector, a lane's row of ldmatrix. Byte permutes split its pairs of
+    columns into rows g and g + 8 of the operand. Row g is column 2 g, and row g + 8 is column 2 g + 1. Keys 2t, 2t + 1,
+    8 + 2t and 8 + 2t + 1 of sixteen are adjacent, as in the output of ``round_to_bytes``.
     """
 
     address: Any  # address of this lane's key in the first column block
-    place: Any  # of this warp's vector within 128 bytes
+    place: Any  # offset of this warp's vector within 128 bytes
     columns: int  # of the tile, in halfwords
     columns_first: bool
     tile_n: int
@@ -210,9 +211,9 @@ class Values(DeviceStruct):
         return Values(address, place, columns, columns_first, n)
 
     def read(self, block: int, words, first: int = 0) -> None:
-        """Read 64 columns of all keys into the registers of an operand from ``first`` on."""
+        """Read 64 columns of all keys into the registers of an operand, starting with register ``first``."""
         per_block = copy.VECTORS_PER_ROW // WARPS
-        # Four vectors further, in the other half of 128 bytes, lies what differs in the highest bit of the place.
+        # Four vectors further, in the other half of the 128 bytes, only the highest bit of the offset differs.
         place = self.place ^ (block % per_block * WARPS * copy.VECTOR_BYTES)
         for i in range(self.tile_n // PAIRED_KEYS):
             row = copy.block_row(i * PAIRED_KEYS, block // per_block, self.tile_n, self.columns, self.columns_first)
@@ -233,7 +234,7 @@ class Fp8MlaAttend(MlaAttend):
         return operands, operands
 
     def meet(self) -> None:
-        """Wait for both warpgroups, which have a copy of a step each, and so wait at two instructions."""
+        """Wait for both warpgroups. Each has its own copy of a step, so they wait at two different instructions."""
         barrier_of_branches(NamedBarrier.COMBINE, 2 * WARPGROUP)
 
     @cute.jit
@@ -255,8 +256,8 @@ class Fp8MlaAttend(MlaAttend):
 
     @cute.jit
     def _step(self, operands, q_stage, row, step, n, masked, which: cutlass.Constexpr[int]) -> None:
-        """Take left (``which`` 0), which has S of tile A and the left half of the value, or right (1), which has B and
-        the right half, through a step."""
+        """Run a step in the left warpgroup (``which`` 0) or in the right one (1). Left has S of tile A and the left
+        half of the value, right has S of tile B and the right half."""
         own, other = 2 * step + which, 2 * step + 1 - which
         rings, scores = (self.rings.k, self.rings.v), operands.scores()
         its_half, my_half = rings[1 - which], rings[which]
@@ -293,7 +294,7 @@ class Fp8MlaAttend(MlaAttend):
 
     @cute.jit
     def _write_weights(self, operands, which: cutlass.Constexpr[int]) -> None:
-        """Compute P of this warpgroup's tile, and show it to the tensor cores."""
+        """Compute P of this warpgroup's tile, and make it visible to the tensor cores."""
         scores, lane = operands.scores(), cute.arch.lane_idx()
         for r in cutlass.range_constexpr(scores.rows):
             self.softmax.exponentials(scores, r)
@@ -305,8 +306,8 @@ class Fp8MlaAttend(MlaAttend):
             vector = first + 2 * k + lane // WARP_ROWS
             place = copy.swizzled_vector(shared_address(self.tiles.p.iterator), row, vector)
             copy.store_matrix_x4(place, [words[4 * k + i] for i in range(4)])
-        # Otherwise ptxas would put the additions behind the products, and weights in float32 would take registers till
-        # then.
+        # Storing the sums here keeps ptxas from moving the additions behind the products. The float32 weights would
+        # otherwise occupy registers until then.
         sums = self._sums(0)
         for r in cutlass.range_constexpr(RowFragment.rows):
             sums[r] = self.softmax.row_sum[r]
@@ -317,7 +318,7 @@ class Fp8MlaAttend(MlaAttend):
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def _row(self, r: int):
-        """Return the number of a lane's row in its tile."""
+        """Return the index of a lane's row in its tile."""
         return warp_in_warpgroup() * WARP_ROWS + RowFragment.first_row() + RowFragment.row_offset(r)
 
 

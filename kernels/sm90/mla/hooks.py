@@ -1,4 +1,4 @@
-"""Hooks of the scheduling warp of MLA decode: loads of Q, and slots for partials in batch-invariant kernels."""
+"""Hooks of the schedule warp of MLA decode: loads of Q, and slots for partials in batch-invariant kernels."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,10 @@ from hopwell.kernels.parts.partition.split_kv import ScheduleHooks
 
 @dataclass
 class QueryHooks(ScheduleHooks):
-    """This is what every work tile needs besides its keys: rows of Q."""
+    """Hooks that load the rows of Q of every work tile."""
 
     kernel: Any  # the MlaSm90: configuration only
-    descriptor: Any  # of Q
+    descriptor: Any  # TMA descriptor of Q
     tiles: Any
     rings: Any
     addresses: Addresses
@@ -29,8 +29,8 @@ class QueryHooks(ScheduleHooks):
 
 @dataclass
 class LatentWorkTiles(QueryHooks):
-    """Where shares are handed out, work tiles need a slot for their partial as well, and that others learn of the
-    partial."""
+    """Hooks of batch-invariant kernels, which hand out row shares: they also reserve a slot for each work tile's
+    partial and announce the partial."""
 
     combine: RowShares
 

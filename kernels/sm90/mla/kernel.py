@@ -1,4 +1,4 @@
-"""Hopper MLA decode: heads that share one latent key, whose first columns are the value as well."""
+"""Hopper MLA decode: all heads share one latent key, and its first columns are also the value."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,56 +36,57 @@ from hopwell.kernels.sm90.decode.rows import DecodeAttend
 from hopwell.kernels.sm90.mla.hooks import LatentWorkTiles, QueryHooks
 from hopwell.kernels.sm90.mla.key_halves import LatentKeys, LatentRows
 
-# Partials, and subtiles of each, that a warp of attend has under way when it combines. With many partials a share is
-# one subtile: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
+# Pairs (partials, subtiles of each) that an attend warp keeps in flight when it combines. With many partials a row
+# share is one subtile: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
 ATTEND_LOADS = ((4, 4), (8, 2), (16, 1))
-LIST_ATTEND_LOADS = ((4, 4), (16, 1))  # with the third kind, ptxas spills
-WARP_SUM_BYTES = LANES * RowFragment.rows * 4  # of a warp: sums of each lane's rows
+LIST_ATTEND_LOADS = ((4, 4), (16, 1))  # with all three pairs, ptxas spills
+WARP_SUM_BYTES = LANES * RowFragment.rows * 4  # of a warp: the row sums of each lane
 
 
 class MlaSm90(LatentKeys, DecodeSm90):
-    """Attention of packed rows, 64 of them at most, in steps of two tiles of 64 keys, A and B, from right to left.
+    """Attention of up to 64 packed rows, in steps of two tiles of 64 keys, A and B, from right to left.
 
-    64 x 512 of O are more registers than a warpgroup has, so two of them share the columns: left and right. Each
-    computes S and P of one of a step's tiles and gives P to the other through shared memory. A key is there once, in
-    two halves: the left half of the value's columns, and all to the right of them. A step is a chain: S and P of A, P
-    of B relative to that, the product with P of B, and S of the next A. So P of B has a tile of its own, and each half
-    of a key is given back, and fetched again, as soon as one warpgroup's product is done; P of A goes where the last 64
-    columns of A's right half were, which belong to the key alone.
+    O has 64 x 512 elements, more than one warpgroup has registers for. So two warpgroups, left and right, each hold
+    half of the columns. Each computes S and P of one of a step's two tiles and passes P to the other through shared
+    memory.
+
+    A key is in shared memory once, in two halves: the left half of the value's columns, and all columns to the right of
+    them. A step is a chain: S and P of A, then P of B relative to A's reference, the product with P of B, and S of the
+    next A. So P of B has a tile of its own, and each half of a key is released and reloaded as soon as one warpgroup's
+    product is done. P of A overwrites the last 64 columns of A's right half, which belong to the key only.
 
     Warp roles
         warp 0 load_keys   both halves of the keys
-        warp 1             the same where lanes copy rows, half of them each
-        warps 1, 2 dequantize   keys of 8 bits, half of the rows each, see parts/dequantized_rows.py; warp 1 all of them
-        in
-                           batch-invariant kernels
-        warps 1, 2 combine   in batch-invariant kernels, where they neither load nor dequantize: shares of rows of which
-        all
-                           partials are there, see parts/combine/row_shares.py; else attend combines, see
+        warp 1 load_keys   if lanes copy rows: warps 0 and 1 load half of the rows each
+        warps 1, 2 dequantize   8-bit keys, half of the rows each, see parts/dequant/latent_rows.py;
+                           in batch-invariant kernels warp 1 dequantizes all rows
+        warps 1, 2 combine   in batch-invariant kernels, if they neither load nor dequantize: row shares whose partials
+                           are complete, see parts/combine/row_shares.py; in other kernels attend combines, see
                            parts/combine/own_row_shares.py
-        warp 3 schedule    work tiles; their rows of Q, by TMA where these lie at equal distances; in batch-invariant
-                           kernels slots for their partials, which it announces
+        warp 3 schedule    work tiles and their rows of Q (by TMA if the rows have a constant stride);
+                           in batch-invariant kernels also slots for their partials, which it announces
         warps 4..7 left    S and P of tile A; left half of O
         warps 8..11 right  S and P of tile B; right half of O
-        Left and right are attend. Only their steps are code of their own: elsewhere there is less code to fetch when a
-        work tile begins, and they meet at the same instruction, as an aligned barrier wants it.
+        Left and right together are attend. Only their steps are separate code. The rest is shared: less code is fetched
+        when a work tile begins, and both meet at the same instruction, as an aligned barrier requires.
 
     Edges
         Q       schedule -> attend    released when the work tile's last products have been computed
-        loaded K, loaded V  load_keys -> dequantize  bytes of both halves, where keys have 8 bits; given back on K and V
-        K       load_keys -> attend   left halves, tiles A and B by turns: released by left when its product has been
-                                      added to O; by right, which needs B's for S only, of A when P of A is there
-        V       load_keys -> attend   right halves: released by right when its product has been added to O; by left of A
-                                      when P of A is there, of B, which it does not need, when P of B is
+        loaded K, loaded V  load_keys -> dequantize  bytes of both halves of 8-bit keys; released on K and V
+        K       load_keys -> attend   left halves, tiles A and B alternately. Left releases a half when its product has
+                                      been added to O. Right needs B's only for S, and releases A's when P of A is
+                                      available
+        V       load_keys -> attend   right halves. Right releases a half when its product has been added to O. Left
+                                      releases A's when P of A is available, and B's, which it does not need, when P of
+                                      B is
         work    schedule -> all       released as soon as it has been read; combine does not need it
-        partial   attend -> schedule    there where shares are handed out: released for each work tile when its slot may
-        be
-                                      written; full when it is
-        P       left -> right         they take turns: full when P of A has been written, with the references of its
-                                      rows, released when P of B has been
+        partial   attend -> schedule  only in batch-invariant kernels: released for each work tile when its slot may be
+                                      written; full when the slot has been written
+        P       left -> right         ping-pong: full when P of A and the references of its rows have been written;
+                                      released when P of B has been written
 
-    Steady state: the warpgroups are half a step apart, so that one's softmax runs under the other's products. "S" are
-    9 products of 64 columns, "O" one of 256.
+    Steady state: the warpgroups are half a step apart, so that the softmax of one overlaps the products of the other.
+    "S" is 9 products of 64 columns, "O" one product of 256.
 
         tensor cores   | left: S(A) | right: S(B) | O += P(A) A  both | O += P(B) B  both | left: S(A') | right: S(B')
         left           |   waits    | softmax of A: P(A) |      waits for P(B)    | waits       | softmax of A'
@@ -93,21 +94,22 @@ class MlaSm90(LatentKeys, DecodeSm90):
         loads          |                          | A', left half | A', right half | B', right half | B', left half
     """
 
-    staging_bytes = WARP_ROWS * 4 + WARP_SUM_BYTES  # of a warp: references of its rows, sums
+    staging_bytes = WARP_ROWS * 4 + WARP_SUM_BYTES  # of a warp: references of its rows, then sums
     step_tiles = 2
     q_role = "schedule"
 
     @property
     def half_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the order in which halves, left (0) and right (1), of tiles A and B are multiplied. TMA fetches first
-        what is given back first. Lists, whose halves are copied in turns, are 5 % faster with left halves first, tiles
-        of pages 3 % slower (H200, 2026-11-22 and 23). Pages of all sizes have one order, or their sums would differ."""
+        """Order in which the halves, left (0) and right (1), of tiles A and B are multiplied. TMA loads the half that
+        is released first before the other. Top-k index lists copy the halves in turn and are 5 % faster with left
+        halves first; tiles of pages are 3 % slower with that order (H200, 2026-11-22 and 23). All page sizes use one
+        order, because another order would change the sums."""
         return ((0, 1), (0, 1)) if self.config.sparse else ((0, 1), (1, 0))
 
     @property
     def dequant_warps_of_8_bits(self) -> int:
-        """In batch-invariant kernels a warp has to be left that combines beside work tiles: they wait for slots that it
-        frees."""
+        """Warps that dequantize 8-bit keys. A batch-invariant kernel keeps one warp free to combine beside work tiles,
+        because work tiles wait for the slots that it frees."""
         return 1 if self.config.batch_invariant else 2
 
     @property
@@ -118,7 +120,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def more_roles(self) -> dict[str, int]:
-        """The halves of attend are roles too, besides those that all decode kernels have."""
+        """Warps of the additional roles. The two halves of attend, left and right, are roles too."""
         return {**super().more_roles, "left": 4, "right": 4}
 
     def _more_edges(self) -> tuple[Edge, ...]:
@@ -126,8 +128,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
         return *self._p_edges(), *[partial_id] * self.config.batch_invariant
 
     def _p_edges(self) -> tuple[Edge, ...]:
-        """Return the edges by which left and right give each other P."""
-        # The bytes are those of P of B, which goes the other way; P of A lies in V.
+        """Return the edges on which left and right exchange P."""
+        # The bytes are P of B, which goes in the opposite direction. P of A lies in V.
         return (Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * HALFWORD_BYTES, LANES, LANES),)
 
     def consumer(self, **parts: Any) -> "MlaAttend":
@@ -146,20 +148,21 @@ class MlaSm90(LatentKeys, DecodeSm90):
         return QueryHooks(*common)
 
     def _allocate_tiles(self, smem) -> "MlaTiles":
-        # Rows of 128 bytes: 64 columns of P of B, or with elements of 8 bits as many of A and of B.
+        # Rows of 128 bytes: 64 columns of P of B, or in 8-bit kernels 64 columns each of P of A and of B.
         layout = copy.swizzled_layout(self.dtype, self.tile.m, copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width, 1)
         p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
         return MlaTiles(**vars(super()._allocate_tiles(smem)), p=p)
 
     def _q_atom(self, a: Addresses, g: DecodeGeometry):
-        # Heads of a query that is expanded lie at one place, which TMA does not read but has to have a distance for.
+        # The heads of an expanded query share one address. TMA does not load such a query, but its descriptor needs a
+        # nonzero stride.
         (stride,) = self.config.q_strides(g.q_head)
         rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.VECTOR_BYTES // HALFWORD_BYTES)
         return self._row_boxes(a.query, (rows, self.config.q_dim, 1), (distance, distance), self.q_rows)
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue, schedule, scale):
-        """Run those warps of the first warpgroup that load keys, and those that combine."""
+        """Run the warps of the first warpgroup that load keys, and the warps that combine."""
         if warp < SCHEDULE_WARP - self.warps_without_work:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue)
         elif const_expr(self.warps_without_work > 0 and self.config.batch_invariant):
@@ -170,8 +173,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @cute.jit
     def fetch_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
-        """Load rows of Q, by TMA where they lie at equal distances. Behind the rows of the request it reads those of
-        the next one, whose results are not stored."""
+        """Load rows of Q, by TMA if they have a constant stride. TMA may also read rows of the next request; their
+        results are not stored."""
         if geometry.q_token == geometry.q_head * geometry.group:
             row = tile.request.q_start * Int32(geometry.group) + tile.first_row
             self.fetch_q(descriptor, tiles, ring, step, row, Int32(0))
@@ -180,12 +183,12 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def warps_without_work(self) -> int:
-        """Say how many producer warps do not read the work queue: they combine in batch-invariant kernels, and end at
-        once in others."""
+        """Producer warps that do not read the work queue. They combine in batch-invariant kernels, and exit at once in
+        others."""
         return SCHEDULE_WARP - self.loading_warps - self.dequant_warps
 
     def merging_warps(self, geometry: DecodeGeometry):
-        """Say how many warps of all CTAs combine."""
+        """Return the number of warps of all CTAs that combine."""
         return Int32(geometry.grid) * (self.warps_without_work + 4 * self.warpgroups)
 
 
@@ -195,7 +198,7 @@ class MlaTiles(SharedTiles):
 
 
 class KeyHalves:
-    """How S is computed from a key's two halves: a base class beside operands that have them."""
+    """Mixin for operands with the two halves of a key: computes S from both halves."""
 
     def issue_half(self, kv_half: int, q_stage, stage, accumulate: bool) -> None:
         """Issue S (+)= Q K^T over the columns of the left (0) or right (1) half."""
@@ -206,8 +209,8 @@ class KeyHalves:
 
 @dataclass
 class MlaOperands(KeyHalves, Operands):
-    """Matrix operands of one warpgroup: ``k`` and ``k_right`` are a key's two halves, ``v`` is this warpgroup's half of
-    the value, ``p_shared`` what the other warpgroup computed."""
+    """Matrix operands of one warpgroup. ``k`` and ``k_right`` are the two halves of a key. ``v`` is this warpgroup's
+    half of the value, and ``p_shared`` is the P of the other warpgroup."""
 
     other_mma: Any
     k_right: Any
@@ -215,8 +218,8 @@ class MlaOperands(KeyHalves, Operands):
 
     @staticmethod
     def of_both(kernel: MlaSm90, tiles) -> tuple["MlaOperands", "MlaOperands"]:
-        """Return the operands of left and of right, in the same registers: what comes after the steps is the same code
-        for both."""
+        """Return the operands of left and of right, in the same registers, so that both share the
+        code after the steps."""
         t, half, columns = kernel.tile, kernel.config.depth[1], kernel.config.columns
         common, right = (Operands.of_value(kernel, tiles, 0, *v) for v in zip((tiles.k, tiles.v), columns, strict=True))
         source = warpgroup.OperandSource.SMEM
@@ -246,14 +249,14 @@ class MlaOperands(KeyHalves, Operands):
 class MlaAttend(LatentRows, DecodeAttend):
     """The two consumer warpgroups."""
 
-    sums_at = 2 * WARPGROUP_ROWS  # where sums begin in the memory of both, behind the references
+    sums_at = 2 * WARPGROUP_ROWS  # start of the sums in the memory of both, behind the references
 
     def both_operands(self) -> tuple[Any, Any]:
         """Return the operands of left and of right."""
         return MlaOperands.of_both(self.kernel, self.tiles)
 
     def give_back_q(self, operands, work, consumer) -> None:
-        """The work tile's last products have been computed."""
+        """Release Q after the work tile's last products."""
         self.rings.q.release(work)
 
     @cute.jit
@@ -266,7 +269,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         tile = self.work_queue.read(work)
         while tile.is_work_tile:
             keys = tile.keys
-            # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
+            # This barrier, like the barrier in Attend.run, tells the compiler that the warps have converged.
             cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + consumer, number_of_threads=WARPGROUP)
             self.softmax.reset()
             left.o.fill(0.0)
@@ -288,7 +291,7 @@ class MlaAttend(LatentRows, DecodeAttend):
             tile = self.work_queue.read(work)
         outputs = (addresses, geometry, self.output_scale, self.kernel.out_dtype)
         if const_expr(self.kernel.config.batch_invariant):
-            # The tile after the last one says how many partials there are.
+            # The tile after the last work tile has the number of partials.
             self.combine.run(tile.partial_id, Int32(0), *outputs)
             self.combine.hand_back(self.kernel.merging_warps(geometry), tile.partial_id)
         else:
@@ -297,13 +300,13 @@ class MlaAttend(LatentRows, DecodeAttend):
                 work += 1
                 tile = self.work_queue.read(work)
 
-    # Each warpgroup has one copy of a step: with copies for masked and last steps, instruction fetches made the first
-    # three steps of a work tile take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). And branches only where
-    # no product is under way: ptxas serialises all products where one of them meets a branch.
+    # Each warpgroup has a single copy of its step. With copies for masked and last steps, instruction fetches slowed
+    # the first three steps of a work tile. They took 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). Branches
+    # occur only while no product is in flight: ptxas serialises all products if one of them meets a branch.
 
     @cute.jit
     def left_step(self, operands, q_stage, row, step, n, masked):
-        """Take the left warpgroup through tiles A and B of step ``n`` of the work tile, the ``step``-th of this CTA."""
+        """Run the left warpgroup through tiles A and B of step ``n`` of the work tile, the ``step``-th of this CTA."""
         left, right, ping_pong = self.rings.k, self.rings.v, self.rings.p
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile((2 * n + 1) * self.kernel.tile.n)
@@ -331,11 +334,11 @@ class MlaAttend(LatentRows, DecodeAttend):
 
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked, is_first):
-        """Take the right warpgroup through tiles A and B of step ``n`` of the work tile, the ``step``-th of this CTA.
+        """Run the right warpgroup through tiles A and B of step ``n`` of the work tile, the ``step``-th of this CTA.
 
-        A weight of 1 is the only one that rounding to bfloat16 leaves alone. So in a work tile's first step, which is
-        all that short lists have, B's reference is its own largest logit, unless that is so far below A's that it
-        hardly counts: the largest weights of both tiles are exact then.
+        Rounding to bfloat16 leaves only a weight of 1 exact. So in a work tile's first step, the only step of short
+        lists, B's reference is its own largest logit. The exception is a logit so far below A's that its weight is
+        negligible. The largest weights of both tiles are then exact.
         """
         left, right, ping_pong = self.rings.k, self.rings.v, self.rings.p
         a, b = 2 * step, 2 * step + 1
@@ -368,7 +371,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         right.release(b)
 
     def scores(self, operands, q_stage, step, kv_halves: tuple[int, ...]) -> None:
-        """Issue S of a tile, one half after the other as they come."""
+        """Issue S of a tile, one half at a time as they arrive."""
         for i, kv_half in enumerate(kv_halves):
             ring = (self.rings.k, self.rings.v)[kv_half]
             ring.wait_full(step)
@@ -376,7 +379,7 @@ class MlaAttend(LatentRows, DecodeAttend):
 
     @cute.jit
     def store(self, operands, tile, work, warp_row, column_half, addresses, geometry):
-        """Write this warp's rows, or leave them as a partial."""
+        """Write this warp's rows to the output, or to a partial if the request has several chunks."""
         if const_expr(self.kernel.config.batch_invariant):
             self.rings.partial.wait_released(work)
         if tile.chunks == 1:
@@ -399,8 +402,8 @@ class MlaAttend(LatentRows, DecodeAttend):
 
     @cute.jit
     def write_p(self, operands, tiles, stage, block: cutlass.Constexpr[int]) -> None:
-        """Write P to a column block of a stage of ``tiles``, and the references that it is relative to, before this
-        lane's arrival gives the other warpgroup its turn."""
+        """Write P to a column block of a stage of ``tiles``, and the references that P is relative to. This lane's next
+        arrival then passes the turn to the other warpgroup."""
         warp_row = cute.arch.warp_idx() % 4 * WARP_ROWS
         lane = cute.arch.lane_idx()
         rows, columns = (cute.size(tiles, mode=[mode]) for mode in range(2))
@@ -421,13 +424,13 @@ class MlaAttend(LatentRows, DecodeAttend):
 
     @cute.jit
     def follow_other(self) -> None:
-        """Go over to the other warpgroup's references."""
+        """Switch to the other warpgroup's references."""
         for r in cutlass.range_constexpr(RowFragment.rows):
             self.softmax.follow(r, self._reference(r, 1)[0])
 
     @cute.jit
     def add_sums(self) -> None:
-        """Add the other warpgroup's sums to this one's: each has seen half of the keys."""
+        """Add the other warpgroup's row sums to this one's; each has processed half of the keys."""
         mine, its = self._sums(0), self._sums(1)
         for r in cutlass.range_constexpr(RowFragment.rows):
             mine[r] = self.softmax.row_sum[r]
@@ -440,17 +443,18 @@ class MlaAttend(LatentRows, DecodeAttend):
         """Wait for both warpgroups."""
         cute.arch.barrier(barrier_id=NamedBarrier.COMBINE, number_of_threads=2 * WARPGROUP)
 
-    # Nobody writes what the other warpgroup may still read: references are written after the other's turn, which comes
-    # after its reading, and the warpgroups meet before and after they read the sums.
+    # No warpgroup overwrites a value that the other may still read. References are written after the other warpgroup's
+    # turn, which follows its read. The sums are read between two barriers of both warpgroups.
 
     def _reference(self, r: int, other: int):
-        """Say where the reference of a thread's row, or of that row in the other warpgroup, lies."""
+        """Return the location of the reference of a thread's row, or of the same row in the other warpgroup."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
         row = (warp ^ (4 * other)) * WARP_ROWS + RowFragment.first_row() + RowFragment.row_offset(r)
         return self._state(row, 1)
 
     def _sums(self, other: int):
-        """Say where the sums of a thread's rows, or of its like in the other warpgroup, lie."""
+        """Return the location of the sums of a thread's rows, or of the matching thread's rows in
+        the other warpgroup."""
         thread = (cute.arch.thread_idx()[0] - WARPGROUP) ^ (other * WARPGROUP)
         return self._state(self.sums_at + thread * RowFragment.rows, RowFragment.rows)
 

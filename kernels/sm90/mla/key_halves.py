@@ -1,5 +1,5 @@
-"""What the MLA kernels have in common: a key is in shared memory once, in two halves, the left half of the value's
-columns and all to the right of them."""
+"""Common parts of the MLA kernels. A key is in shared memory once, in two halves: the left half of the value's columns,
+and all columns to the right of them."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,20 +32,19 @@ from hopwell.kernels.parts.rows.mask import (
 
 
 class LatentKeys:
-    """How latent keys are loaded: a base class beside a kind of decode kernel."""
+    """Mixin for decode kernels that load latent keys."""
 
     config: Any
     tile: Any
     dtype: Any
     source: Any
     step_tiles: int
-    dequant_warps_of_8_bits: int  # how many warps dequantize keys of 8 bits
+    dequant_warps_of_8_bits: int  # warps that dequantize 8-bit keys
     _kv_atom: Any
 
     @property
     def half_orders(self) -> tuple[tuple[int, int], ...]:
-        """Return the order in which halves, left (0) and right (1), of a step's tiles are multiplied, and fetched by
-        TMA."""
+        """Order in which the halves, left (0) and right (1), of a step's tiles are multiplied and loaded by TMA."""
         return ((0, 1),) * self.step_tiles
 
     @property
@@ -54,12 +53,12 @@ class LatentKeys:
 
     @property
     def dequantizes(self) -> bool:
-        """Say whether keys have 8 bits in memory, and warps of their own dequantize them in shared memory."""
+        """Whether keys have 8 bits in memory and separate warps dequantize them in shared memory."""
         return self.config.kv_type is not KvType.WIDE
 
     @property
     def dequant_warps(self) -> int:
-        """Say how many warps dequantize keys."""
+        """Warps that dequantize keys."""
         return self.dequant_warps_of_8_bits if self.dequantizes else 0
 
     def kv_source(self) -> type[KvSource]:
@@ -67,7 +66,7 @@ class LatentKeys:
         return DEQUANTIZED[source] if self.dequantizes else source
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
-        """Both halves are values as well: rows that nobody sees become zeros."""
+        """Return the operands of both halves. Both are values as well, so rows that no query sees become zeros."""
         c, a, g = self.config, addresses, geometry
         pages = page_size(g.page_divisor, g.k_rows, c.uneven_pages)
         strides, table = c.kv_strides(g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
@@ -91,14 +90,14 @@ class LatentKeys:
 
     @property
     def loading_warps(self) -> int:
-        """Say how many warps load keys: one where TMA does the work, two where lanes copy rows of 16 bits."""
+        """Warps that load keys: one for TMA, two if lanes copy rows of 16-bit elements."""
         return 2 if issubclass(self.source, PageRows) and not self.dequantizes else 1
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
         if self.dequantizes:
             return dict(producer_lanes=LANES)
-        # Values of 8 bits are read by lanes, on their way to a product that takes them from registers, and lanes write
-        # zeros into both parts.
+        # Lanes read 8-bit values on their way to a product that takes them from registers. Lanes also write zeros into
+        # both halves.
         read_by_lanes = dict(producer_lanes=LANES, consumer_lanes=LANES) if self.config.uses_fp8_mma else {}
         return super().kv_arrivals(is_value) | read_by_lanes
 
@@ -112,7 +111,7 @@ class LatentKeys:
             return [replace(edge, producer="load_keys", producer_warps=self.loading_warps) for edge in edges]
         warps = self.dequant_warps
         wide = [replace(edge, producer="dequantize", producer_warps=warps) for edge in edges]
-        # What is loaded becomes what is multiplied where it lies: stages are given back on the edges of that.
+        # Dequantization is in place. So a stage is released on the edges of the dequantized tiles.
         loaded = [
             Edge(f"loaded {edge.name}", "load_keys", "dequantize", edge.stages, 1, warps, 0, LANES) for edge in edges
         ]
@@ -125,7 +124,7 @@ class LatentKeys:
 
     @cute.jit
     def load_keys(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue):
-        """Run the warps that load keys, and those that dequantize them."""
+        """Run the warps that load keys, and the warps that dequantize them."""
         operands, kv_halves = self.loads(addresses, geometry), (rings.k, rings.v)
         shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
         if const_expr(self.dequantizes):
@@ -152,7 +151,7 @@ class LatentKeys:
                 for i in cutlass.range_constexpr(2):
                     loaded[i].wait_full(step)
                     sources[i].dequantize(rings[i].stage(step))
-                    # The tensor cores read what was written here through another proxy.
+                    # The tensor cores read these writes through another proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.mbarrier_arrive(rings[i].full_barrier(step))
                 step += 1
@@ -161,9 +160,9 @@ class LatentKeys:
 
     @cute.jit
     def _copy_both(self, warp, shared, rings, loaded, work_queue, operands):
-        """Each warp copies half of the rows of both halves of every tile: halves are given back one after the other,
-        and two warps are done with one sooner. With a half for each warp 64 lists of 2048 and 128 heads took 83.0
-        instead of 77.3 us, 32 x 8192 tokens in pages of 1 180 instead of 164 (H200, 2026-11-23)."""
+        """Copy half of the rows of both halves of every tile with each warp. Halves are released one after the other,
+        and two warps refill one sooner. With one half for each warp, 64 lists of 2048 and 128 heads took 83.0 instead
+        of 77.3 us. 32 x 8192 tokens in pages of 1 took 180 instead of 164 us (H200, 2026-11-23)."""
         step, work = Int32(0), Int32(0)
         tile = work_queue.read(work)
         while tile.exists:
@@ -184,7 +183,7 @@ class LatentKeys:
 
     @cute.jit
     def _load_both(self, atoms, shared, rings, partial_barriers, work_queue, operands):
-        """Let one warp load both halves of every tile: what differs between the halves comes as a pair."""
+        """Load both halves of every tile with one warp. The variables that differ between the halves are pairs."""
         operands = tuple(self.divided(operand) for operand in operands)
         descriptors = [copy.tma_descriptor(atom) for atom in atoms]
         step, work, partials = Int32(0), Int32(0), [Int32(0), Int32(0)]
@@ -206,7 +205,7 @@ class LatentKeys:
 
 
 class LatentRows:
-    """This says how packed rows of MLA see keys: it is a base class beside a kind of attend."""
+    """Mixin for attend classes that gives the packed rows of MLA their view of the keys."""
 
     kernel: Any
     mask: IntervalMask
@@ -214,8 +213,8 @@ class LatentRows:
     geometry: DecodeGeometry
 
     def logit_row(self, tile, warp_row, fragment: Any = RowFragment) -> LogitRow:
-        """Return the rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores, each at its token's
-        position."""
+        """Return the rows that a lane holds in a ``fragment`` of scores whose first row is ``warp_row``, each at its
+        token's position."""
         request, group = tile.request, Int32(self.geometry.group)
         if const_expr(self.kernel.config.sparse):
             assert self.kernel.tile.n == TOPK_KEYS

@@ -1,9 +1,9 @@
-"""Hopper MLA decode of few rows: leaves of keys against up to 16 packed rows, combined as a tree.
+"""Hopper MLA decode of few rows (swap-AB, stream-K): leaves of keys against up to 16 packed rows, combined as a tree.
 
-With 16 heads, as tensor parallelism leaves of 128, memory is the limit. So products are transposed, leaves are
-combined, and CTAs have equal shares, as in ``decode_swap_ab.py``. A matrix instruction always has 64 rows, but as few
-as 8 columns: a product of keys with 16 rows of Q takes as long as it takes to read the keys from shared memory, about
-half of the time that 64 rows of Q take.
+With 16 heads, a tensor-parallel share of 128, HBM bandwidth is the limit. So products are transposed, leaves are
+combined, and CTAs have equal shares, as in ``sm90/decode/swap_ab.py``. A wgmma always has 64 rows, but may have only 8
+columns. A product of keys with 16 rows of Q takes only as long as reading the keys from shared memory. This is about
+half of the time for 64 rows of Q.
 """
 
 from dataclasses import dataclass, replace
@@ -39,21 +39,21 @@ from hopwell.kernels.sm90.mla.key_halves import LatentKeys, LatentRows
 
 class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
-    :class:`SwapABDecodeSm90`. K and V are the left and right halves of a key, both of them key and value.
+    :class:`SwapABDecodeSm90`. K and V are the left and right halves of a key; both halves are key and value.
 
     Warp roles
-        warp 0 load_keys   both halves of the keys; where lanes copy rows, half of them
-        warp 1 load_keys   the other half; or dequantize: keys of 8 bits, see parts/dequantized_rows.py
+        warp 0 load_keys   both halves of the keys; if lanes copy rows, half of the rows
+        warp 1 load_keys   the other half of the rows; or dequantize: 8-bit keys, see parts/dequant/latent_rows.py
         warps 4..7 attend  from Q K^T to a leaf's node
         warps 8..11 combine  from nodes to the output, see parts/combine/tree.py
 
     Edges
-        loaded K, loaded V  load_keys -> dequantize  bytes of both halves, where keys have 8 bits; given back on K and V
+        loaded K, loaded V  load_keys -> dequantize  bytes of both halves of 8-bit keys; released on K and V
         K, V    load_keys -> attend   released when the product with their half of the value has been added to O
-        leaf    attend -> combine       a leaf's node; released when it is in registers
+        leaf    attend -> combine     a leaf's node; released when it is in registers
 
-    Steady state: memory is the limit. A tile is done in half of the time that fetching it takes. Merging a leaf takes
-    as long as half a tile, and more where it waits in memory: so others do it.
+    Steady state: memory is the limit. A tile is processed in half of the time of its load. Combining a leaf takes as
+    long as half a tile, and longer if its node waits in global memory. So a separate warpgroup combines.
 
         memory         | A'                                                   | ...
         tensor cores   | S(A)  |        | O += P V left | O += P V right |      waits
@@ -65,7 +65,7 @@ class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
 
     @property
     def warps_without_work(self) -> int:
-        """Say how many loading warps have nothing to do: the second one, which copies rows, where TMA does the work."""
+        """Load warps without work: the second one, which copies rows, if TMA loads the keys."""
         return LOADERS - self.loading_warps - self.dequant_warps
 
     @property
@@ -74,7 +74,7 @@ class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
 
     @property
     def nodes_bytes(self) -> int:
-        """Say how many bytes of shared memory a leaf's node takes on its way to the warpgroup that combines."""
+        """Bytes of shared memory through which a leaf's node passes to the combine warpgroup."""
         return node_bytes(self.tile.m, self.config.head_dim_v)
 
     def _more_edges(self) -> tuple[Edge, ...]:
@@ -89,7 +89,7 @@ class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
         return LatentCombine
 
     def _node(self) -> Node:
-        """Return a node in new registers: for the one that rises, and for the one that waits at the first level."""
+        """Return a node in new registers: for the node that rises, or for the node that waits at the first level."""
         elements = self.tile.m * self.config.head_dim_v // WARPGROUP
         return Node.of(cute.make_rmem_tensor(elements, Float32), self.tile.m)
 
@@ -98,7 +98,7 @@ class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue, schedule, scale):
-        """Run those warps of the first warpgroup that load keys and Q."""
+        """Run the warps of the first warpgroup that load keys and Q."""
         if warp < LOADERS - self.warps_without_work:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue)
         elif warp == Q_WARP:
@@ -107,9 +107,9 @@ class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
 
 @dataclass
 class LatentOperands(ColumnOperands):
-    """Operands of one tile at a time, whose keys are values as well: of two halves, the left and the right one."""
+    """Operands of one tile at a time. Its keys are also the values, in a left and a right half."""
 
-    depths: tuple[int, int]  # columns of the halves that are multiplied
+    depths: tuple[int, int]  # columns of the two halves that are multiplied
     columns: int  # of the output
 
     @staticmethod
@@ -119,7 +119,7 @@ class LatentOperands(ColumnOperands):
         return dict(**fields, depths=(columns // 2, depth_qk - columns // 2), columns=columns)
 
     def multiply_keys(self, rings, step, q_stage) -> None:
-        """Compute S^T of tile ``step``: over the columns of its left half (0), and then of its right half (1)."""
+        """Compute S^T of tile ``step``, over the columns of its left half (0) and then of its right half (1)."""
         for kv_half, ring in enumerate(rings):
             ring.wait_full(step)
             k, q = self.k[kv_half][None, None, None, ring.stage(step)], self.q[None, None, None, q_stage]
@@ -143,7 +143,7 @@ class LatentOperands(ColumnOperands):
 
 @dataclass
 class LatentLeafOperands(LatentOperands):
-    """Operands that all lie in shared memory."""
+    """Operands that are all in shared memory."""
 
     v: tuple  # of both halves
     o_halves: tuple
@@ -161,7 +161,7 @@ class LatentLeafOperands(LatentOperands):
         )
 
     def multiply_values(self, rings, step) -> None:
-        """Add V^T P^T of tile ``step`` to the left (0) and right (1) half of O^T, and give the tile's halves back."""
+        """Add V^T P^T of tile ``step`` to the left (0) and right (1) half of O^T, and release the tile's halves."""
         for kv_half, ring in enumerate(rings):
             v = self.v[kv_half][None, None, None, ring.stage(step)]
             issue_mma(self.pv_mma, self.o_halves[kv_half], v, self.p[None, None, None, 0], self.tile_n, True)
@@ -171,13 +171,13 @@ class LatentLeafOperands(LatentOperands):
 
 
 class LatentLeaves(LatentRows):
-    """How leaves of latent keys are attended to, a base class beside a kind of consumer: tile by tile, since shared
-    memory has no room for all of them."""
+    """Mixin for consumers that attend to leaves of latent keys tile by tile, because shared memory cannot hold a whole
+    leaf."""
 
     @cute.jit
     def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
-        """Compute the node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next
-        one's."""
+        """Compute the node of leaf n of the keys; ``step`` is the number of its first tile in this CTA. Return the next
+        leaf's step."""
         self.softmax.reset()
         operands.o.fill(0.0)
         tiles = self.kernel.step_tiles
@@ -209,7 +209,7 @@ class LatentLeaves(LatentRows):
 
 @dataclass
 class LatentLeafAttend(LatentLeaves, LeafConsumer):
-    """A consumer that hands leaves over to the warpgroup that combines."""
+    """Consumer that passes leaves to the combine warpgroup."""
 
     operands_type: ClassVar[type] = LatentLeafOperands
 
@@ -219,8 +219,8 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
 
     @cute.jit
     def combine_tile_range(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
-        """Hand the node of each leaf of a segment over. Returns the step after them; nothing has been left in
-        memory."""
+        """Pass the node of each leaf of a segment to combine. Return the step after the segment; no node is left in
+        global memory."""
         ring, keys = self.rings.leaf, tile.keys
         tiles, leaf = step
         for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
@@ -232,12 +232,12 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
         return (tiles, leaf), None
 
     def finish_tile_range(self, node: Node, tile: StreamKTile, left, addresses, geometry) -> None:
-        """Do nothing: whoever combines its leaves writes the line."""
+        """Do nothing: the combine warpgroup writes the output tile."""
 
 
 @dataclass
 class LatentCombine(LeafTree):
-    """The warpgroup that combines leaves."""
+    """The combine warpgroup."""
 
     kernel: Any
     tiles: Any
@@ -251,7 +251,7 @@ class LatentCombine(LeafTree):
         tile = work_queue.read(work)
         while tile.exists:
             self.meet_warpgroup()
-            # Otherwise the compiler would keep it while partials are combined.
+            # Without clear(), the compiler would keep the held node in registers while partials are combined.
             self.combine.held.clear()
             leaf, left = self.combine_tile_range(partial(self.take, node), node, tile, leaf)
             self.finish_tile_range(node, tile, left, addresses, geometry)

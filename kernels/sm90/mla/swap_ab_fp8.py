@@ -1,4 +1,4 @@
-"""Hopper MLA decode of few rows whose operands have 8 bits: queries, keys, weights and values in e4m3."""
+"""Hopper MLA decode of few rows with 8-bit operands: queries, keys, weights and values in e4m3 (fp8 MMA)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,15 +22,15 @@ from hopwell.kernels.sm90.decode.swap_ab import LeafTiles
 from hopwell.kernels.sm90.mla.fp8 import Values
 from hopwell.kernels.sm90.mla.swap_ab import LatentCombine, LatentLeafAttend, LatentOperands, SwapABMlaSm90
 
-# Two elements of 16 bits are taken apart: their lower bytes come before their upper ones.
+# Byte permute that splits two 16-bit elements: both lower bytes first, then both upper bytes.
 BYTES_APART = 0x3120
 
 
 class Fp8SwapABMlaSm90(SwapABMlaSm90):
-    """Attention of up to 16 packed rows like :class:`SwapABMlaSm90`, with products of 8-bit operands.
+    """Attention of up to 16 packed rows like :class:`SwapABMlaSm90`, with 8-bit products.
 
-    Products are transposed there already, so nothing has to be turned: see :class:`Fp8MlaSm90` for how the value gets
-    into registers on its way to them. Of sixteen columns of O a lane has two neighbours.
+    Products are already transposed there, so O needs no transpose at the end. :class:`Fp8MlaSm90` explains how the
+    value gets into registers for its products. A lane holds two adjacent columns of every sixteen of O.
     """
 
     def softmax(self, scale) -> "TileColumnSoftmax":
@@ -46,16 +46,16 @@ class Fp8SwapABMlaSm90(SwapABMlaSm90):
 
 @dataclass
 class TileColumnSoftmax(ColumnSoftmax, TileSoftmax):
-    """A softmax of rows that a :class:`ColumnFragment` holds, for weights of few bits."""
+    """Softmax of rows held by a :class:`ColumnFragment`, for weights of few bits."""
 
 
 @dataclass
 class Fp8LatentOperands(LatentOperands):
-    """Operands whose values come into registers. ``products`` with zero accumulators are added to O."""
+    """Operands whose values are loaded into registers. The products have zero accumulators and are added to O."""
 
-    values: tuple  # first operands of the products with a half of the value, 64 columns each
-    added: tuple  # these products
-    factors: Any  # of each row that a lane holds: what brings O to the tile's reference
+    values: tuple  # operand A of the products with a half of the value, 64 columns each
+    added: tuple  # the products to add to O
+    factors: Any  # for each row of a lane: the factor that rescales O to the tile's reference
     tiles: Any
     kernel: Any
 
@@ -78,7 +78,7 @@ class Fp8LatentOperands(LatentOperands):
         )
 
     def multiply_values(self, rings, step) -> None:
-        """Bring O^T to the tile's references and add V^T P^T, first the left (0) and then the right (1) half."""
+        """Rescale O^T to the tile's references and add V^T P^T, first the left (0) and then the right (1) half."""
         for kv_half, ring in enumerate(rings):
             tile, columns = (self.tiles.k, self.tiles.v)[kv_half], self.kernel.config.columns[kv_half]
             values = Values.of(self.kernel, tile, columns, ring.stage(step))
@@ -94,7 +94,7 @@ class Fp8LatentOperands(LatentOperands):
 
     def _add(self, product, first: int) -> None:
         for i in range(cute.size(product)):
-            # Registers of a product alternate between two rows, four of them for each eight rows.
+            # Registers of a product alternate between two rows, four registers for every eight rows.
             row = i // 4 * 2 + i % 2
             self.o[first + i] = fma(self.o[first + i], self.factors[row], product[i])
 
@@ -106,18 +106,18 @@ class Fp8LatentAttend(LatentLeafAttend):
     operands_type: ClassVar[type] = Fp8LatentOperands
 
     def rescale(self, operands) -> None:
-        """Let O follow when a product is added to it."""
+        """Save the factors; O is rescaled when a product is added to it."""
         for r in range(cute.size(operands.factors)):
             operands.factors[r] = self.softmax.rescale[r]
 
     @cute.jit
     def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
-        """Write P in the order of keys that :class:`Values` has."""
+        """Write P in the key order of :class:`Values`."""
         g, t = place_in_warp()
         base = shared_address(self.tiles.p.iterator)
         for product in cutlass.range_constexpr(scores.products):
-            # A lane has rows 2t and 2t + 1 of keys g and 8 + g: two bytes are an element of the matrix that is
-            # transposed, and a lane gets row g of keys 2t and 8 + 2t, 2t + 1 and 9 + 2t.
+            # A lane holds rows 2t and 2t + 1 of keys g and 8 + g. Two bytes are one element of the matrix transpose.
+            # After it, a lane has row g of keys 2t and 8 + 2t, 2t + 1 and 9 + 2t.
             pairs = [scores.get(2 * product + row, c) for row in range(2) for c in range(2)]
             word = transposed(copy.pack_e4m3_x4(pairs))
             vector = copy.swizzled_vector(base, MMA_COLUMNS * product + g, self.warp)
@@ -126,11 +126,11 @@ class Fp8LatentAttend(LatentLeafAttend):
 
 @dataclass
 class Fp8LatentCombine(LatentCombine):
-    """The warpgroup that combines leaves."""
+    """The combine warpgroup."""
 
     @cute.jit
     def store_columns(self, output, statistics, rows: PackedRows) -> None:
-        """Write the results of rows, of which a lane holds pairs of columns."""
+        """Write the results of all rows; a lane holds pairs of adjacent columns."""
         g, _ = place_in_warp()
         factors = self.row_factors(output, statistics, rows)
         for r in cutlass.range_constexpr(output.rows):

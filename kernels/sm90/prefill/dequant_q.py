@@ -1,8 +1,9 @@
-"""Queries of e4m3 beside keys and values of NVFP4, which are multiplied as float16: a consumer warpgroup dequantizes
-its rows of a tile of Q once, in the place that they were loaded to, before it multiplies them.
+"""Dequantization of e4m3 queries for NVFP4 keys and values, which are multiplied as float16. A consumer warpgroup
+dequantizes its rows of a Q tile in place, once, before the products.
 
-TMA fills the last column blocks of a stage with rows of half as many bytes as there will be. Each of them becomes two,
-one after the other from the left: by then what lay there has been read. So a thread holds 16 registers of Q at a time.
+TMA fills the last column blocks of a stage with e4m3 rows, which have half of the bytes of float16 rows. Each column
+block becomes two, one block after the other from the left. The overwritten bytes have been read by then, so a thread
+holds only 16 registers of Q at a time.
 """
 
 import cutlass.cute as cute
@@ -19,8 +20,8 @@ from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS
 
 
 def dequantize_queries(kernel, tile, stage, row_block, barrier: int, consumer) -> None:
-    """Dequantize the rows of ``row_block`` of Q's stage; the whole warpgroup ``consumer`` calls this. It meets at the
-    named barrier ``barrier`` + ``consumer``."""
+    """Dequantize the rows of ``row_block`` in a stage of Q. The whole warpgroup ``consumer`` must call this; it meets
+    at the named barrier ``barrier`` + ``consumer``."""
     config, rows = kernel.config, kernel.tile.m
     assert config.v_splits == 1, "two warpgroups with halves of the value have the same rows of Q"
     wide, loaded = config.q_columns, config.loaded_q_columns
@@ -41,6 +42,6 @@ def dequantize_queries(kernel, tile, stage, row_block, barrier: int, consumer) -
             for i in range(2):
                 place = copy.tile_vector(target, at, 2 * narrow_vector + i, rows, wide, False)
                 copy.store_shared(place, halves[4 * i : 4 * i + 4])
-    # The tensor cores read, and TMA fills with the next Q, what was written here through another proxy.
+    # The tensor cores read these writes through another proxy, and TMA overwrites them with the next Q through it.
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=barrier + consumer, number_of_threads=WARPGROUP)

@@ -1,4 +1,4 @@
-"""Consumer warpgroups of Hopper prefill whose operands have 8 bits: Q, K, P and V."""
+"""Consumer warpgroups of Hopper prefill with 8-bit operands (fp8 MMA): Q, K, P and V."""
 
 from dataclasses import dataclass
 
@@ -17,19 +17,19 @@ from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.common.row_loop import Operands
 from hopwell.kernels.sm90.prefill.rows import PrefillAttend
 
-# One product has at most so many columns of V. The tensor cores of Hopper add products of 8-bit operands with 13 to 14
-# bits of mantissa, so O is accumulated by float32 instructions, tile by tile, from products with zero accumulators:
-# these take registers, which O, S and P have to leave.
+# Maximum columns of V in one product. Hopper's tensor cores add 8-bit products with 13 to 14 bits of mantissa. So O is
+# accumulated by float32 instructions, tile by tile, from products with zero accumulators. These products need registers
+# beside O, S and P.
 N_SLICE_COLUMNS = 64
-PRODUCT_REGISTERS = 184  # of a lane for S, P, O and of a product of a n slice; with more, kernels spill
+PRODUCT_REGISTERS = 184  # of a lane for S, P, O and the product of one n slice; with more, kernels spill
 
 
 @dataclass
 class Fp8Attend(PrefillAttend):
-    """A tile's P V is added to O when it has been brought to the tile's reference, see ``TileSoftmax``.
+    """Consumer that adds P V of a tile to O rescaled to the tile's reference, see ``TileSoftmax``.
 
-    In a turn a warpgroup issues the first columns of P V of the tile before, then Q K^T, under which these columns are
-    added to O, and then the other columns of P V.
+    In one turn a warpgroup issues P V of the previous tile for the first n slice, then Q K^T. The first slice is added
+    to O while Q K^T runs. The other slices of P V follow.
     """
 
     def operands(self, row_block, column_half, addresses, geometry) -> "NSliceOperands":
@@ -69,13 +69,13 @@ class Fp8Attend(PrefillAttend):
             operands.add_n_slice(n_slice, self.softmax.rescale)
 
     def rescale(self, operands) -> None:
-        """O follows when a product is added to it."""
+        """Do nothing: O is rescaled when a product is added to it."""
 
 
 @dataclass
 class Fp8Operands(Operands):
-    """``v`` is transposed: its columns are rows, in the order of ``TransposingConverter``. A product has some
-    or all of them."""
+    """Operands with transposed ``v``: its columns are rows, in the order of ``TransposingConverter``. A product covers
+    some or all of the columns."""
 
     @classmethod
     def of_products(cls, kernel, tiles: SharedTiles, row_block, width: int, /, **more):
@@ -108,13 +108,13 @@ class Fp8Operands(Operands):
 
     @cute.jit
     def round_scores(self) -> None:
-        """Round S to P in 8 bits; ``TransposingConverter`` has put V's keys in its order."""
+        """Round S to P in 8 bits, in the key order that ``TransposingConverter`` gives V."""
         round_to_bytes(self.s, cute.recast_tensor(self.p, Uint32))
 
 
 @dataclass
 class NSliceOperands(Fp8Operands):
-    """``product`` is what P times a n slice of V gives."""
+    """Operands of n slices; ``product`` is the product of P and one n slice of V."""
 
     product: object
     n_slices: int
@@ -123,12 +123,12 @@ class NSliceOperands(Fp8Operands):
     def create(kernel, tiles: SharedTiles, row_block, column_half) -> "NSliceOperands":
         depth_v = kernel.config.depth[1]
         width = n_slice_columns(depth_v, kernel.tile.n)
-        # A lane has the accumulators that wgmma gives it: two columns of each eight, of two rows.
+        # A lane has the accumulators of wgmma: two columns of each eight, of two rows.
         product = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
         return NSliceOperands.of_products(kernel, tiles, row_block, width, product=product, n_slices=depth_v // width)
 
     def issue_n_slice(self, v_stage, n_slice: int) -> None:
-        """Issue the product of P and some columns of V."""
+        """Issue the product of P and one n slice of V."""
         v = self.v[None, n_slice, None, v_stage]
         (values, keys), (value_step, key_step) = v.layout.shape, v.layout.stride
         v = cute.make_tensor(v.iterator, cute.make_layout((values, 1, keys), stride=(value_step, 0, key_step)))
@@ -136,23 +136,23 @@ class NSliceOperands(Fp8Operands):
 
     @cute.jit
     def add_n_slice(self, n_slice: cutlass.Constexpr[int], factors) -> None:
-        """Add the product to its columns of O times ``factors``, one a row."""
+        """Add the product to its columns of O, after multiplying them by ``factors``, one per row."""
         first = n_slice * cute.size(self.product)
         for i in cutlass.range_constexpr(cute.size(self.product)):
             self.o[first + i] = fma(self.o[first + i], factors[i // 2 % 2], self.product[i])
 
 
 def round_to_bytes(s, words) -> None:
-    """Round S to words of P in e4m3. A lane's operand takes four neighbouring keys where its accumulators hold two each
-    of two core matrices, so keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen are neighbours."""
+    """Round S to words of P in e4m3. A lane's operand takes four adjacent keys, but its accumulators hold two keys each
+    of two core matrices. So keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen become adjacent."""
     for i in range(cute.size(words)):
         first = i // 2 * 8 + i % 2 * 2
         words[i] = copy.pack_e4m3_x4([s[first + k] for k in (0, 1, 4, 5)])
 
 
 def n_slice_columns(depth_v: int, tile_n: int) -> int:
-    """Say how many columns of V are in one product: as many as there may be beside S, P and O, and divide all of
-    them."""
+    """Return the columns of V in one product: the largest divisor of all columns whose product fits into registers
+    beside S, P and O."""
     left = PRODUCT_REGISTERS - tile_n // 2 - tile_n // 8 - depth_v // 2
     most = min(2 * left, N_SLICE_COLUMNS)
     return max(width for width in range(8, most + 1, 8) if depth_v % width == 0)

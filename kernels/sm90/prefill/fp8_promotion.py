@@ -1,10 +1,11 @@
-"""Consumer warpgroups of Hopper prefill over 8-bit operands whose products accumulate O themselves, for a while.
+"""Consumer warpgroups of Hopper prefill over 8-bit operands that accumulate O on the tensor cores between promotions.
 
-The tensor cores of Hopper keep 13 to 14 bits of a sum of products of 8-bit operands, so that long sums lose what single
-products add. Every ``PROMOTION_STEPS`` steps O goes to a sum in float32, which lies in shared memory, and begins at
-zero: relative to the promote, additions in products are few, and those in float32 are exact enough. Against float32
-additions in each step this saves the registers that products of n slices take, so a step has more keys, and products
-wait for nothing.
+Hopper's tensor cores keep 13 to 14 bits of a sum of 8-bit products, so long sums lose the contributions of single
+products. Every ``PROMOTION_STEPS`` steps O is added to a float32 sum in shared memory and starts from zero (promotion).
+Between promotions few additions are made by products, and the float32 additions are exact enough.
+
+Float32 additions in every step, as in ``fp8.py``, need registers for the products of n slices. Promotion saves them, so
+a step has more keys, and products wait for nothing.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from hopwell.kernels.parts.rows.epilogue import STAGING_BYTES, OutputRows, outpu
 from hopwell.kernels.sm90.prefill.fp8 import Fp8Operands
 from hopwell.kernels.sm90.prefill.overlapped import OverlappedAttend
 
-# Steps are counted from the first key of a request, so that what is promoted when depends on the keys alone, and
-# neither on the rows that share a tile nor on the batch.
+# Steps are counted from the first key of a request. So promotion depends only on the keys, and neither on the rows that
+# share a tile nor on the batch.
 PROMOTION_STEPS = 16
 VECTOR_FLOATS = copy.VECTOR_BYTES // 4  # floats of a vector
-# A lane's vectors of O that lie in transposed V: a row of 192 keys takes 12 of the 16 vectors that whole rows of the
-# swizzle have, and no product reads the others. All of O would not fit beside the stages.
+# A lane's vectors of O that lie in transposed V. A row of 192 keys fills 12 of the 16 vectors of a swizzled row, and no
+# product reads the other 4. All of O would not fit beside the stages.
 SPARE_VECTORS = 4
 PROMOTED_VECTORS = 13  # a lane's other vectors: of O, and one for its references
 PROMOTED_BYTES = LANES * PROMOTED_VECTORS * copy.VECTOR_BYTES  # of a warp
@@ -37,7 +38,7 @@ PROMOTED_BYTES = LANES * PROMOTED_VECTORS * copy.VECTOR_BYTES  # of a warp
 
 @dataclass
 class PromotingFp8Attend(OverlappedAttend):
-    """Each tile has a reference of its own, see ``TileSoftmax``, to which O is always brought under Q K^T."""
+    """Consumer with one reference per tile, see ``TileSoftmax``. It rescales O in every step, under Q K^T."""
 
     def operands(self, row_block, column_half, addresses, geometry) -> "PromotedOperands":
         return PromotedOperands.create(self.kernel, self.tiles, row_block, column_half)
@@ -50,7 +51,8 @@ class PromotingFp8Attend(OverlappedAttend):
 
     @cute.jit
     def next_step(self, operands, ping_pong, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
-        # Here S needs no registers. The promote comes with the last of so many tiles, so that short requests have none.
+        # S needs no registers here. The promotion comes with the last of PROMOTION_STEPS tiles, so short requests have
+        # none.
         if n % PROMOTION_STEPS == PROMOTION_STEPS - 1:
             operands.flush(self.softmax)
         OverlappedAttend.next_step(self, operands, ping_pong, q_stage, row, kv_step, n, masked)
@@ -63,9 +65,9 @@ class PromotingFp8Attend(OverlappedAttend):
 
 @dataclass
 class PromotedOperands(Fp8Operands):
-    """A lane keeps the sum of its part of O in vectors of shared memory that are its own."""
+    """Operands of a lane that keeps the float32 sum of its part of O in its own vectors of shared memory."""
 
-    staging: Int32  # of all warps that store; vectors of all lanes follow
+    staging: Int32  # of all warps that store; the vectors of all lanes follow
     values: Int32  # transposed V
     kernel: Any  # configuration only
 
@@ -75,14 +77,14 @@ class PromotedOperands(Fp8Operands):
         return PromotedOperands.of_products(kernel, tiles, row_block, kernel.config.depth[1], kernel=kernel, **places)
 
     def vectors(self) -> list:
-        """Return the addresses of this lane's vectors: those of O, then that of its references and of whether there is
-        a sum."""
+        """Return the addresses of this lane's vectors: first O, then its references and a flag
+        whether there is a sum."""
         config = self.kernel.config
         lane = cute.arch.thread_idx()[0] - WARPGROUP
         first = self.staging + self.kernel.storing_warps * STAGING_BYTES + lane * copy.VECTOR_BYTES
         stride = self.kernel.storing_warps * LANES * copy.VECTOR_BYTES
         own = [first + i * stride for i in range(PROMOTED_VECTORS)]
-        # Lanes of a warpgroup have a row each of the stage of transposed V that has the warpgroup's number.
+        # Each lane of a warpgroup has one row in a stage of transposed V. The stage has the number of the warpgroup.
         stage = self.values + lane // WARPGROUP * config.converted_bytes["V"]
         used, width = self.tile_n // copy.VECTOR_BYTES, config.transposed_columns // HALFWORD_BYTES
         spare = copy.tile_vector(stage, lane % WARPGROUP, used, config.depth[1], width, False)
@@ -94,7 +96,7 @@ class PromotedOperands(Fp8Operands):
 
     @cute.jit
     def flush(self, softmax) -> None:
-        """Add O to the sum, both at the references that the latest step has chosen."""
+        """Add O to the sum, both relative to the references that the latest step has chosen."""
         self.rescale_output(softmax.rescale)
         self.add_promoted(softmax)
         vectors = self.vectors()

@@ -1,4 +1,4 @@
-"""Hopper prefill: TMA, specialised warps, wgmma; one persistent kernel for ragged and paged KV."""
+"""Hopper prefill: TMA, warp specialisation and wgmma in one persistent kernel for ragged and paged KV."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,32 +35,33 @@ from hopwell.kernels.sm90.prefill.skip import SkippingAttend, SkippingFp8Attend
 
 
 class PrefillSm90(PrefillLaunch, AttentionSm90):
-    """Attention over query tiles of ``tile.m`` rows, in steps of ``tile.n`` keys from right to left. The rows are of
-    one head, or, where queries are few, of several heads of a KV head, see ``parts/rows/query_rows.py``.
+    """Attention over query tiles of ``tile.m`` rows, in steps of ``tile.n`` keys from right to left. A tile has rows of
+    one head, or for few queries rows of several heads of a KV head (packed GQA), see ``parts/rows/query_rows.py``.
 
     Warp roles
-        warp 0 load_k      K tiles, as the KV source says
+        warp 0 load_k      K tiles, through the KV source
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      Q tiles
-        warp 3 schedule    work tiles: which query rows, which keys, where they are
-        last four convert  where K and V have 8 bits: their tiles in 16 bits, or, where Q has 8 bits as well, those of V
-                           transposed; elsewhere there are none. K and V have four each where the tile says so
-        warps 4.. attend   consumer warpgroups, each 64 query rows from Q K^T to the output; at head dim 512 two that
-                           share 64 rows, each for half of V's columns
+        warp 3 schedule    work tiles: the query rows, the keys and their locations
+        last four convert  only for narrow K and V: dequantizes their tiles to 16 bits; with 8-bit Q, transposes the
+                           tiles of V. If the tile configuration says so, K and V have four warps each
+        warps 4.. attend   consumer warpgroups, each 64 query rows from Q K^T to the output; at head dim 512 two share
+                           64 rows, each with half of V's columns
 
     Edges (``PrefillSm90(config).edges``, printed by ``pipeline.describe``)
         Q       load_q -> attend      released when the last S of the work tile has been computed
         K       load_k -> attend      released when S has been computed
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
-        What is converted ends at convert, which releases it when it has written a stage of
-        converted K  convert -> attend   and
-        converted V  convert -> attend   released as K and V are elsewhere
-        Where K and V are dequantized in place, at head dim 256, loaded K and loaded V lead from the loaders to convert,
-        and K and V from convert to attend, which gives their place back to load_k and load_v
+        Edges of tiles that are converted end at convert. It releases a stage when it has written the converted one:
+        converted K  convert -> attend   released when S has been computed
+        converted V  convert -> attend   released when its product has been added to O
+        With dequantization in place, at head dim 256, loaded K and loaded V lead from the loaders to convert. K and V
+        lead from convert to attend, which releases the stages to load_k and load_v.
 
-    Steady state: one step of two consumer warpgroups, A and B. "S" and "O" are matrix products on the tensor cores,
-    which take about half of a step for each warpgroup; named barriers give the warpgroups turns at them.
+    Steady state: one step of two consumer warpgroups, A and B (ping-pong). "S" and "O" are matrix products on the
+    tensor cores, which take about half of a step for each warpgroup. Named barriers pass the turn between the
+    warpgroups.
 
         tensor cores   |  A: S(i) = Q K(i)^T | A: O += P(i+1) V(i+1) | B: S(i) = Q K(i)^T | B: O += P(i+1) V(i+1) |
         warpgroup A    |       waits         |  maximum of S(i)      | 2^(S(i) - reference), P(i) = round, sums   |
@@ -120,7 +121,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
                 self.attend(tiles, rings, work_queue, mask, *numbers)
 
     def multiplied(self, rings) -> Any:
-        """Return the rings as the consumers see them: what is converted comes from the converting warpgroup."""
+        """Return the rings as the consumers see them: converted tiles come from the converting warpgroup."""
         converted = {name.lower(): getattr(rings, f"converted_{name.lower()}") for name in self.config.converted_bytes}
         return rings._replace(**converted)
 
@@ -128,7 +129,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
     def attend(
         self, tiles, rings, work_queue, mask, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax
     ) -> None:
-        """Do what the consumer warpgroups do."""
+        """Run the consumer warpgroups."""
         self.set_registers(self.tile.consumer_registers)
         scale = load_scale(addresses.softmax_scale, softmax_scale)
         score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
@@ -150,7 +151,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             skip = SkipRule.create(skip_softmax, softmax.scale)
             attend = self.attend_types[1](**parts, skip=skip)
             attend.run(addresses, geometry)
-            # The first one of the warpgroups that share rows reports.
+            # Only the first of the warpgroups that share rows reports.
             sharing = WARPGROUP * self.config.v_splits
             first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
             skip.report(addresses.skipped, first)
@@ -159,7 +160,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 
     @property
     def attend_types(self) -> tuple[type, type]:
-        """Return what the consumer warpgroups do, without skip-softmax and with it."""
+        """Consumer types without and with skip-softmax."""
         if self.config.uses_fp8_mma:
             return PromotingFp8Attend if self.config.promotes_output else Fp8Attend, SkippingFp8Attend
         return PairedAttend if self.config.pairs_steps else OverlappedAttend, SkippingAttend
@@ -188,7 +189,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         arrivals = super().kv_arrivals(is_value)
         if not self._is_converted(is_value):
             return arrivals
-        # Zeros that load_v writes are read by lanes, not by the tensor cores, which is why all of its lanes arrive.
+        # Lanes, not the tensor cores, read the zeros that load_v writes. So all of its lanes arrive.
         zeroes = dict(producer_lanes=LANES) if is_value else {}
         return arrivals | zeroes | dict(consumer_lanes=LANES, consumer_fences=False)
 
@@ -206,7 +207,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         return ATOM_ROWS if self.config.packs_heads else self.q_rows
 
     def tile_shape(self, geometry: Geometry) -> TileShape:
-        """Return the shape of query tiles, which the compiler knows where heads are not packed."""
+        """Return the shape of query tiles; it is a compile-time constant without packed GQA."""
         return TileShape.of(Int32(geometry.tile_heads) if self.config.packs_heads else 1, self.tile.m)
 
     @cute.jit

@@ -1,6 +1,6 @@
-"""Main loops of Hopper prefill over 16-bit operands that hide more of a step under its products.
+"""Main loops of Hopper prefill over 16-bit operands that overlap more of a step with its products.
 
-Both give the bits of ``Attend``: what is computed is the same, in another order.
+Both are bitwise equal to ``Attend``: they compute the same values in another order.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -14,14 +14,14 @@ from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.sm90.common.row_loop import Operands
 from hopwell.kernels.sm90.prefill.rows import PrefillAttend
 
-GATED_EIGHTHS = 7  # eighths of the second row's exponentials that come before the wait for P V
+GATED_EIGHTHS = 7  # eighths of the second row's exponentials that precede the wait for P V
 
 
 @dataclass
 class OverlappedAttend(PrefillAttend):
-    """O is brought to a new reference between the issue of Q K^T and that of P V, hence under Q K^T.
+    """Consumer that rescales O between the issue of Q K^T and the issue of P V, so that Q K^T hides it.
 
-    At the end of a step, as in ``Attend``, nothing runs on the tensor cores for this warpgroup meanwhile. Against that
+    ``Attend`` rescales at the end of a step, while the tensor cores do nothing for this warpgroup. Relative to that
     order: 1.00 to 1.03 of the rate (H100 at its power limit, 2026-11-25, see ``docs/kernels/prefill.md``).
     """
 
@@ -38,7 +38,7 @@ class OverlappedAttend(PrefillAttend):
 
     @cute.jit
     def begin_step(self, operands, ping_pong, q_stage, kv_step):
-        """Issue Q K^T of a tile and P V of the one before (``kv_step``); S is there on return."""
+        """Issue Q K^T of a tile and P V of the one before (``kv_step``); wait for S."""
         k_ring, v_ring = self.rings.k, self.rings.v
         k_ring.wait_full(kv_step + 1)
         ping_pong.wait()
@@ -57,13 +57,16 @@ class OverlappedAttend(PrefillAttend):
 
 @dataclass
 class PairedAttend(OverlappedAttend):
-    """Unmasked steps come two by two and have a P each, so that rounding one does not wait for the other's product.
+    """Consumer that runs unmasked steps in pairs with one P each, so that rounding one P does not wait for the other's
+    product.
 
     ptxas moves the wait for P V ahead of nearly all exponentials: 237 stall cycles behind "S is there", where P V takes
-    512. The release of K therefore depends on exponentials of the second row here, and the wait for P V follows it,
-    with little but the last exponentials behind it: 181 and 261 of the 705 stall cycles from S to the end of a step,
-    580 of 817 in ``Attend``. Against that loop: 1.03 of the rate at 1 x 16384 and 4 x 4096 tokens at the power limit,
-    1.02 after a rest (H100, 2026-11-25). One P and the same dependence were no faster than ``OverlappedAttend``.
+    512. So the release of K depends on exponentials of the second row here, and the wait for P V follows it. Little but
+    the last exponentials comes after: 181 and 261 of the 705 stall cycles from S to the end of a step, 580 of 817 in
+    ``Attend``.
+
+    Relative to that loop: 1.03 of the rate at 1 x 16384 and 4 x 4096 tokens at the power limit, 1.02 after a rest
+    (H100, 2026-11-25). One P with the same dependence was no faster than ``OverlappedAttend``.
     """
 
     def operands(self, row_block, column_half, addresses, geometry) -> "PairedOperands":
@@ -85,7 +88,7 @@ class PairedAttend(OverlappedAttend):
 
     @cute.jit
     def half_pair(self, operands, ping_pong, q_stage, row, kv_step, n):
-        """Do a step that multiplies ``operands.p`` and leaves the next P in the other place."""
+        """Run a step that multiplies ``operands.p`` and writes the next P to the other place."""
         k_ring, v_ring, scores = self.rings.k, self.rings.v, operands.scores()
         self.begin_step(operands, ping_pong, q_stage, kv_step)
         self.to_logits(scores, n, row, False)
@@ -104,7 +107,7 @@ class PairedAttend(OverlappedAttend):
 
 @dataclass
 class PairedOperands(Operands):
-    """``Operands`` with a place for one more P."""
+    """``Operands`` with registers for a second P."""
 
     other: Any
 
@@ -115,5 +118,5 @@ class PairedOperands(Operands):
         return PairedOperands(**parts, other=cute.make_rmem_tensor_like(one.p))
 
     def turned(self) -> "PairedOperands":
-        """Exchange the two places of P."""
+        """Return the operands with the two places of P exchanged."""
         return replace(self, p=self.other, other=self.p)

@@ -1,4 +1,4 @@
-"""The consumer warpgroups of Hopper prefill: what their rows are, and what becomes of them."""
+"""Consumer warpgroups of Hopper prefill: positions, key ranges and outputs of their rows."""
 
 from dataclasses import dataclass, replace
 
@@ -29,16 +29,16 @@ class PrefillAttend(Attend):
         return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
 
     def staging(self, consumer_warp):
-        """Return the address of the shared memory that the output of a warp goes through."""
+        """Return the address of the shared memory that stages a warp's output."""
         return shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
 
     def output_rows(self) -> type[OutputRows]:
-        """Say how rows of the output are written."""
+        """Return the writer of output rows."""
         return output_rows(self.kernel.out_dtype, stages_pairs=True)
 
     def _rows(self, tile: WorkTile, warp_row) -> QueryRows:
         if self.kernel.config.packs_heads:
-            # This hides from the compiler that a warp's row never changes: it would keep what follows from that, in
+            # This hides from the compiler that a warp's row never changes. It would keep values derived from the row in
             # registers that the steps need.
             warp_row = cute.arch.make_warp_uniform(warp_row)
         return QueryRows(warp_row, request_shape(self.tile_shape, tile.request.q_len))
@@ -49,15 +49,15 @@ class PrefillAttend(Attend):
 
     @cute.jit
     def _keys_of_heads(self, tile: WorkTile, row) -> TileRange:
-        """Return the keys that a warpgroup's rows from ``row`` on see where heads share a tile: it has rows of all of
-        the tile's tokens, or none."""
+        """Return the keys that a warpgroup's rows from ``row`` on see under packed GQA. The warpgroup has rows of all
+        of the tile's tokens, or none."""
         keys, shape = replace(tile.keys), request_shape(self.tile_shape, tile.request.q_len)
         keys.end = keys.end if row < shape.heads * shape.tokens else keys.begin
         return keys
 
     @cute.jit
     def _keys_of_rows(self, tile: WorkTile, row) -> TileRange:
-        """Return the keys that a warpgroup's rows from ``row`` on see, in a tile of one head."""
+        """Return the keys that a warpgroup's rows from ``row`` on see in a tile of one head."""
         request, first = tile.request, tile.first_row + row
         last = cutlass.min(first + WARPGROUP_ROWS, request.q_len) - 1
         position = request.first_position
@@ -74,7 +74,7 @@ class PrefillAttend(Attend):
         out = self.output_rows().of(tile, columns, addresses, geometry, column_half * operands.depth_v)
         if const_expr(config.packs_heads):
             out = replace(out, count=cutlass.min(out.count, rows.shape.tokens))
-        # Warpgroups that share rows all know what there is to say of them; the first says it.
+        # Warpgroups that share rows have the same statistics. Only the first one writes them.
         count_once = out.count if column_half == 0 else Int32(0)
         factors = []
         for r in cutlass.range_constexpr(output.rows):

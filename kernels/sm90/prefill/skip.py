@@ -1,4 +1,4 @@
-"""Skip-softmax on Hopper: a tile that is left out costs a consumer warpgroup a product, its rows' maxima and a vote."""
+"""Skip-softmax on Hopper: a skipped tile costs a consumer warpgroup one product, the maxima of its rows and a vote."""
 
 from dataclasses import dataclass
 
@@ -60,4 +60,4 @@ class SkippingAttend(PrefillAttend):
 
 @dataclass
 class SkippingFp8Attend(SkippingAttend, Fp8Attend):
-    """Attention over 8-bit operands that leaves tiles out by the rule of :class:`SkippingAttend`."""
+    """Attention over 8-bit operands that skips tiles by the rule of :class:`SkippingAttend`."""

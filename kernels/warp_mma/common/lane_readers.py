@@ -1,4 +1,4 @@
-"""What the kernels of sm_120 have in common: threads keep their registers, and lanes read tiles themselves."""
+"""Common parts of the sm_120 kernels: threads keep their registers, and lanes read tiles themselves."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from hopwell.kernels.support import FAMILY_BUILDS
 
 
 class LaneReaders:
-    """A base class before a kind of Hopper's kernels, whose warps multiply by mma.sync here."""
+    """Mixin, placed before a Hopper kernel class, for kernels whose warps multiply by mma.sync."""
 
     config: Any
     products_read_shared = False
 
     def set_registers(self, wanted: int) -> None:
-        # ptxas gives threads of sm_120 no more registers than at launch, and as few as they need: in all there may be
-        # fewer than the roles would ask for, and such a kernel would hang.
+        # On sm_120 ptxas gives threads at most the registers of the launch, and fewer if they need fewer. The total may
+        # then be smaller than the roles request, and such a kernel would hang.
         if self.config.target not in FAMILY_BUILDS.values():
             super().set_registers(wanted)  # type: ignore[misc]
 
@@ -23,7 +23,7 @@ class LaneReaders:
         return super().q_arrivals | dict(consumer_lanes=LANES)  # type: ignore[misc]
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        # Lanes read tiles, and the zeros that load_v writes, with instructions of their own.
+        # Lanes read tiles, and the zeros that load_v writes, with their own instructions.
         zeroes = dict(producer_lanes=LANES) if is_value else {}
         lanes = dict(consumer_lanes=LANES, consumer_fences=False)
         return super().kv_arrivals(is_value) | zeroes | lanes  # type: ignore[misc]

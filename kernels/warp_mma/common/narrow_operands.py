@@ -1,9 +1,9 @@
-"""Operands of sm_120 prefill whose K and V have 8 or 4 bits where no warpgroup dequantizes them: warps convert what
-they multiply, in registers.
+"""Operands of sm_120 prefill over 8-bit or 4-bit K and V without a dequant warpgroup. Each warp converts the operands
+of its products in registers.
 
-ldmatrix moves 16 bits at a time, whatever they are. Rows of K come as they lie: a word has four or eight neighbouring
-columns of a key, which take the places of neighbours in a product if Q is read in the same order. V comes transposed by
-pairs of bytes: a word has 16 bits each of two neighbouring keys, and is taken apart into words of one column.
+ldmatrix moves units of 16 bits of any type. Rows of K keep their order: a word has four or eight adjacent columns of a
+key. They are adjacent in the product too if Q is read in the same order. V is transposed by pairs of bytes: a word has
+16 bits each of two adjacent keys, and is split into words of one column.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ from hopwell.kernels.warp_mma.common.row_loop import WarpOperands
 
 @dataclass
 class NarrowOperands(WarpOperands):
-    vector_fragments = 2  # fragments of O that a vector of V gives
-    most_q_words = 16  # conversion needs the registers of others
+    vector_fragments = 2  # fragments of O that a vector of V contributes to
+    most_q_words = 16  # conversion needs the other registers
 
     def output(self) -> SplitRowFragment:
         return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row, self.vector_fragments)
@@ -52,19 +52,20 @@ class NarrowOperands(WarpOperands):
                         self.accumulate(self.o, self.vector_fragments * vector + i, p[4 * first : 4 * first + 4], b)
 
     def scales_of(self, part: int, vector: int, before: Any) -> Any:
-        """Return the scales of V of 32 keys in a vector of columns; ``before`` is what the vector before had."""
+        """Return the scales of V of 32 keys in a vector of columns; ``before`` is the result for
+        the preceding vector."""
         return before
 
     def values(self, words: list, vector: int, scales: Any) -> list[list]:
-        """Return B of each product of 32 keys and a vector of V's columns, from what a lane has of four core matrices
-        of keys: a list for each A that P has for these keys."""
+        """Return operand B of each product of 32 keys and a vector of V's columns. ``words`` is a lane's part of four
+        core matrices of keys. The result has one list for each operand A of P for these keys."""
         raise NotImplementedError
 
 
 @dataclass
 class WarpFp8Operands(NarrowOperands):
-    """Q, K, V and P in e4m3. A lane's P has keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen side by side, and so
-    do words of V when they have been put together."""
+    """Q, K, V and P in e4m3. A lane's P has keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen side by side.
+    Reassembled words of V have the same order."""
 
     p_bits = 8
 
@@ -80,13 +81,14 @@ class WarpFp8Operands(NarrowOperands):
 
 @dataclass
 class DequantizedOperands(NarrowOperands):
-    """Q of 16 bits over K and V in e4m3. Products are those of 16-bit K and V, with neighbours in other places."""
+    """16-bit Q over K and V in e4m3. The products equal the products of 16-bit K and V, with adjacent elements in other
+    positions."""
 
     step_products = 2
-    neighbours = 4  # columns of a key in a word
+    neighbours = 4  # adjacent columns of a key in a word
 
     def read_q(self, tile, step: int) -> list:
-        """Read Q of rows g and g + 8, columns as a word of K has them."""
+        """Read Q of rows g and g + 8, with columns in the order of a word of K."""
         m, columns = self.kernel.tile.m, self.kernel.config.q_columns
         (g, t), size = place_in_warp(), 2 * self.neighbours
         words = []
@@ -111,32 +113,34 @@ class DequantizedOperands(NarrowOperands):
         return self.by_keys([self.wide(adjacent(word)) for word in words])
 
     def by_keys(self, words: list[list]) -> list[list]:
-        """Return B of each product of 16 keys, from the words of core matrices of keys: one of each fragment of O."""
+        """Return operand B of each product of 16 keys, from the words of core matrices of keys: one for each fragment
+        of O."""
         return [[list(b) for b in zip(words[i], words[i + 1], strict=True)] for i in (0, 2)]
 
     def wide(self, word) -> list:
-        """Return four elements as two words of two of the type of Q."""
+        """Return four elements as two words, with two elements each in the type of Q."""
         words = dequantized(self.kernel.config.kv_type, word)
         if const_expr(self.dtype is BFloat16):
             words = [copy.pack_x2(BFloat16, *copy.unpack_f16_x2(word)) for word in words]
         return list(words)
 
 
-# Lanes whose block of 16 columns is the first of two take of two words the first byte of both, then the third.
-# For lanes of the second block they are one byte further on.
+# Byte permutes of two words. Lanes in the first of two blocks of 16 columns take the first byte of both words, then the
+# third byte of both. Lanes in the second block take the bytes one further on.
 PAIRED_SCALES, NEXT_SCALE = 0x6240, 0x1111
 
 
 @dataclass
 class DequantisedOperands(DequantizedOperands):
-    """Q of 16 bits over K and V in NVFP4. Lane i holds the scales of key i of 32, and other lanes ask it for them. They
-    come from global memory: those of K when the product before has been issued, those of V when P is known."""
+    """16-bit Q over K and V in NVFP4. Lane i holds the scales of key i of 32, and other lanes read them by shuffles.
+    The scales come from global memory. Scales of K are read after the preceding product has been issued, scales of V
+    when P is known."""
 
     k_scales: ScaleRows
     v_scales: ScaleRows
-    tile: Any  # the work tile as integers, then the number of the tile of keys that comes next
-    k_pages: Any  # of the lane's keys in the tile that comes next
-    v_pages: Any  # the same of the tile whose scores there are
+    tile: Any  # the work tile as integers, then the number of the next tile of keys
+    k_pages: Any  # page ids of the lane's keys in the next tile
+    v_pages: Any  # page ids of the lane's keys in the tile whose scores have been computed
     k_words: Any  # scales
     v_words: Any
 
@@ -168,7 +172,7 @@ class DequantisedOperands(DequantizedOperands):
         self._read(self.k_scales, self.k_pages, self.k_words, n)
         self._look_up(self.k_scales, self.k_pages, n - 1)
         self.tile[WorkTile.INTS] = n
-        cute.arch.sync_warp()  # lanes whose keys are not needed have gone ahead
+        cute.arch.sync_warp()  # lanes whose keys are not needed have run ahead
 
     def issue_qk(self, q_stage, k_stage) -> None:
         super().issue_qk(q_stage, k_stage)
@@ -202,7 +206,7 @@ class DequantisedOperands(DequantizedOperands):
                 words[count * i + k] = word
 
     def _word(self, words, scales: ScaleRows, key: int, lane, word: int):
-        """Return scales ``4 * word`` and on of the key that is ``lane`` keys after ``key``."""
+        """Return scales ``4 * word`` to ``4 * word + 3`` of the key that is ``lane`` keys after ``key``."""
         own = scales.blocks // TOKENS * (key // LANES) + word
         return cute.arch.shuffle_sync(words[own], key % LANES + lane)
 
@@ -217,7 +221,7 @@ class DequantisedOperands(DequantizedOperands):
         return found
 
     def scales_of(self, part: int, vector: int, before: Any) -> list:
-        """Return a word for each eight of keys: scales of keys 2 t and 2 t + 1 for this vector and for the next."""
+        """Return one word for every eight keys: scales of keys 2 t and 2 t + 1 for this vector and for the next."""
         if vector % 2 == 1:
             return before
         (g, t), found = place_in_warp(), []

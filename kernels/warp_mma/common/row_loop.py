@@ -1,4 +1,4 @@
-"""The warps of sm_120 prefill that multiply: 16 query rows each, from Q K^T to the rows of the output."""
+"""Consumer warps of sm_120 prefill: 16 query rows each, from Q K^T to the rows of the output."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ class WarpAttend(PrefillAttend):
 
     @property
     def _row_warps(self) -> int:
-        """Say how many warps of a warpgroup have rows of their own; the others have the same rows and other columns."""
+        """Warps of a warpgroup that have their own rows; the others have the same rows and other columns."""
         return WARPS // self.kernel.config.v_splits
 
     def place(self, consumer) -> tuple:
@@ -44,7 +44,7 @@ class WarpAttend(PrefillAttend):
         return (row_block * self._row_warps + warp_in_warpgroup() % self._row_warps) * WARP_ROWS
 
     def own_keys(self, tile, row) -> TileRange:
-        # Where warps share rows, one warpgroup has all of the tile.
+        # If warps share rows, one warpgroup has all rows of the tile.
         return super().own_keys(tile, row) if self.kernel.config.v_splits == 1 else tile.keys
 
     @cute.jit
@@ -52,8 +52,9 @@ class WarpAttend(PrefillAttend):
         start, end = keys.full_end - 1, keys.full_begin - 1
         if const_expr(self.kernel.config.dequantizes and max(self.kernel.config.depth) > BLOCK_COLUMNS):
             # With 128 registers ptxas moves and spills O in the first of a kernel's loops over steps: 27 of 467
-            # instructions at 128 columns without a mask. A loop of one step before it leaves none of 363, and under
-            # masks up to 3 of 14 to 16. Up to 64 columns there are 2 to 4, and would be up to 12 (2026-11-25).
+            # instructions at 128 columns without a mask. A loop of one step before it leaves none of 363 instructions,
+            # and under masks at most 3 of the 14 to 16. Up to 64 columns there are 2 to 4 without this loop, and up to
+            # 12 with it (2026-11-25).
             rest = cutlass.max(start - 1, end)
             for n in cutlass.range(start, rest, -1, unroll=1):
                 self.next_step(operands, ping_pong, q_stage, row, kv_step, n, False)
@@ -68,12 +69,12 @@ class WarpAttend(PrefillAttend):
         return PingPong(consumer, 1)
 
     def staging(self, consumer_warp):
-        """Return the address of this warp's own rows of a column block of Q: of the first one, where no other warp has
-        the same rows."""
+        """Return the address of this warp's part of Q's place, which stages its output. It is the warp's own rows of
+        the first column block, unless several warps have the same rows."""
         return shared_address(self.tiles.q.iterator) + consumer_warp * (WARP_ROWS * copy.SWIZZLE_ROW_BYTES)
 
     def store(self, *arguments) -> None:
-        # Lanes may have read rows of Q that others now write to.
+        # Other lanes may have read the rows of Q that the output now overwrites.
         if const_expr(self.kernel.config.v_splits > 1):
             cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP, number_of_threads=WARPGROUP)
         else:
@@ -86,12 +87,12 @@ class WarpAttend(PrefillAttend):
 
 @dataclass
 class SkippingWarpAttend(SkippingAttend, WarpAttend):
-    """Attention over products of warps that leaves tiles out by the rule of :class:`SkippingAttend`."""
+    """Attention over products of single warps that skips tiles by the rule of :class:`SkippingAttend`."""
 
 
 @dataclass
 class WarpOperands(RowOperands):
-    """Operands of one warp: K and V in shared memory, all else in registers."""
+    """Operands of one warp: K and V in shared memory, all others in registers."""
 
     q: Any  # words of Q, in the order of products
     q_tile: Int32  # address of the warp's rows in the only stage
@@ -101,16 +102,16 @@ class WarpOperands(RowOperands):
 
     p_bits = 16  # of an element of P
     step_products = 1  # products for STEP_BYTES of K
-    most_q_words = 32  # that a lane keeps; wider rows of Q are read anew
+    most_q_words = 32  # words that a lane keeps; longer rows of Q are read again for each tile
 
     @classmethod
     def create(cls, kernel, tiles: SharedTiles, place, addresses, geometry) -> "WarpOperands":
-        """``place`` is the first of the warp's rows in the tile, and its part of V's columns."""
+        """Return the operands for ``place``: the first of the warp's rows in the tile, and its part of V's columns."""
         return cls(**cls.fields(kernel, tiles, *place))
 
     @classmethod
     def fields(cls, kernel, tiles: SharedTiles, first_row, column_half) -> dict[str, Any]:
-        """Return the values of the fields above, and of those of the base, by their names."""
+        """Return the values of the fields above and of the base class by name."""
         tile_n = kernel.tile.n
         depth_qk, depth_v = kernel.config.depth
         columns = kernel.config.operand_columns[1]
@@ -134,17 +135,17 @@ class WarpOperands(RowOperands):
 
     @classmethod
     def q_words(cls, config) -> int:
-        """Say how many words of Q a lane multiplies."""
+        """Return the words of Q that a lane multiplies."""
         return 4 * cls.step_products * cls.steps(config)
 
     @staticmethod
     def steps(config) -> int:
-        """Say how many times ldmatrix reads the columns of K."""
+        """Return the number of ldmatrix reads that cover the columns of K."""
         return config.depth[0] * config.operand_bits // (8 * STEP_BYTES)
 
     @property
     def columns_first(self) -> bool:
-        """Say how tiles of K and V lie, see ``copy.swizzled_layout``."""
+        """Whether tiles of K and V store their column blocks first, see ``copy.swizzled_layout``."""
         return self.kernel.source.columns_first
 
     @property
@@ -164,7 +165,7 @@ class WarpOperands(RowOperands):
         return copy.load_matrix_x4(copy.tile_vector(tile, row, vector, self.kernel.tile.m, config.q_columns, False))
 
     def _q_of_step(self, tile, step: int) -> list[list]:
-        """Return A of each product of a step."""
+        """Return operand A of each product of a step."""
         words = range(4 * self.step_products)
         a = [self.q[len(words) * step + i] for i in words] if self.keeps_q else self.read_q(tile, step)
         return [a[i : i + 4] for i in range(0, len(a), 4)]
@@ -173,12 +174,13 @@ class WarpOperands(RowOperands):
         config, lane = self.kernel.config, cute.arch.lane_idx()
         columns, columns_first = config.operand_columns[0], self.columns_first
         stage = self.k_tile + k_stage * (self.tile_n * columns * HALFWORD_BYTES)
-        q_tile = tied(self.q_tile, k_stage)  # the compiler would keep Q in registers that there are not
+        # without the tie the compiler would keep Q in registers, and there are too few
+        q_tile = tied(self.q_tile, k_stage)
         self.s.fill(0.0)
         for step in range(self.steps(config)):
             a = self._q_of_step(q_tile, step)
             for pair in range(self.tile_n // (2 * MMA_COLUMNS)):
-                # Lanes address two core matrices of keys by two vectors of columns.
+                # Lanes address two core matrices of keys, each for two vectors of columns.
                 key, vector = 16 * pair + lane // 16 * 8 + lane % 8, 2 * step + lane // 8 % 2
                 words = copy.load_matrix_x4(copy.tile_vector(stage, key, vector, self.tile_n, columns, columns_first))
                 for half in range(2):
@@ -187,7 +189,7 @@ class WarpOperands(RowOperands):
                         self.accumulate(self.s, core_matrix, rows, keys)
 
     def keys(self, words: list, step: int, core_matrix: int) -> list:
-        """Return B of each product of a step, from the words that a lane has of eight keys."""
+        """Return operand B of each product of a step, from a lane's words of eight keys."""
         return [words]
 
     def issue_pv(self, v_stage) -> None:
@@ -213,12 +215,12 @@ class WarpOperands(RowOperands):
         return multiply(d, a, b, self.dtype)
 
     def wait(self, pending: int) -> None:
-        """Products are there when they have been issued."""
+        """Do nothing: mma.sync products are complete when issued."""
 
 
 @dataclass
 class ConvertedOperands(WarpOperands):
-    """K and V come from a warpgroup that has dequantized them. For its sake threads have fewer registers."""
+    """Operands of K and V that a warpgroup has dequantized. This warpgroup leaves the threads fewer registers."""
 
     most_q_words = 16
-    columns_first = False  # however what was loaded lies
+    columns_first = False  # independent of the layout of the loaded tiles

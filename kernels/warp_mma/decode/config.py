@@ -1,8 +1,7 @@
-"""Which decode and MLA decode kernels serve a problem on sm_120a, and on sm_100a and sm_103a, which have more shared
-memory: tiles and resources.
+"""Decode and MLA decode configs of sm_120a, and of sm_100a and sm_103a, which have more shared memory: tiles and
+resources.
 
-Requests of any number of rows have as many tiles of few rows as they need. Each tile reads the keys again, which the
-L2 cache has then.
+A request with any number of rows is cut into tiles of few rows. Each tile reads the keys again, from the L2 cache.
 """
 
 from __future__ import annotations
@@ -17,19 +16,20 @@ from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, LEAF_TILE, SWA
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARP_MMA
 
-# 256 threads, each with as many registers as an instruction can name: only where kernels are compiled for other
-# architectures than sm_120 do roles trade them.
-# Where nodes are large, ptxas fills all of them while it combines, and spills up to 26 that live longer: addresses and
-# counters, up to 13 of which are read again in a leaf. A leaf takes microseconds of memory.
+# 256 threads, each with the most registers that an instruction can name. Roles trade registers only in kernels compiled
+# for other architectures than sm_120.
+#
+# With large nodes ptxas uses all of them in the combine, and spills up to 26 longer-lived registers: addresses and
+# counters. Up to 13 of these are read again in a leaf. A leaf takes microseconds of memory time.
 _TILE = Tile(SWAP_AB_ROWS[0], LEAF_TILE, q_stages=1, kv_stages=1, producer_registers=104, consumer_registers=240)
 _MOST_STAGES = 16  # of K, and of V; the narrowest tiles could have more, beyond what keeps memory busy
 _MOST_LEVELS = 24  # of a tree: 2^31 keys have fewer than 2^24 leaves of 128
-_OTHER_BYTES = 2 << 10  # of shared memory: what warps tell each other, the work queue, barriers
+_OTHER_BYTES = 2 << 10  # of shared memory: values exchanged between warps, the work queue, barriers
 
 
 @dataclass(frozen=True)
 class Sm120DecodeConfig(DecodeConfig):
-    """A decode kernel whose products are those of single warps."""
+    """A decode kernel with products of single warps (mma.sync)."""
 
     tiled: ClassVar[bool] = True
     matrix_instruction: ClassVar[str] = WARP_MMA
@@ -53,8 +53,8 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @property
     def tile(self) -> Tile:
-        # K and V have the largest power of two each that is not above a third of shared memory. Where that is less than
-        # a tile, it is loaded by halves of its keys.
+        # K and V each get the largest power of two that is at most a third of shared memory. If that is less than a
+        # tile, the tile is loaded by halves of its keys.
         row_bytes = HALFWORD_BYTES * self.columns[0]
         stage_bytes = power_of_two_in(self.most_shared_bytes // 3)
         keys = min(LEAF_TILE, stage_bytes // row_bytes)
@@ -63,8 +63,8 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @property
     def smem_levels(self) -> int:
-        """The tree has as many levels as there is room for beside K, V, their scales, Q and P, and as the longest line
-        can need."""
+        """Tree levels in shared memory: the levels that fit beside K, V, their scales, Q and P. The longest possible
+        output tile limits them, too."""
         key = HALFWORD_BYTES * sum(self.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
         used = self.tile.kv_stages * self.tile.n * key + _OTHER_BYTES
         used += HALFWORD_BYTES * self.rows * (self.q_columns + LEAF_TILE * self.leaf_tiles)
@@ -73,9 +73,9 @@ class Sm120DecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class Sm120MlaConfig(MlaConfig):
-    """An MLA decode kernel whose products are those of single warps. On sm_120 one tile of keys of 576 columns, Q and P
-    fill shared memory; Blackwell has room for two. The warps that attend combine, and have the first level of the tree
-    in registers."""
+    """An MLA decode kernel with products of single warps (mma.sync). On sm_120 one tile of keys with 576 columns, Q and
+    P fill shared memory; Blackwell has room for two tiles. The attend warps combine, and hold the first level of the
+    tree in registers."""
 
     tiled: ClassVar[bool] = True
     most_rows: ClassVar[int] = LATENT_SWAP_AB_ROWS

@@ -1,4 +1,4 @@
-"""sm_120 decode: Hopper's kernels for few rows with products of single warps, for any number of tiles of rows."""
+"""sm_120 decode: Hopper's kernels for few rows with products of single warps, for any number of row tiles."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,15 +21,16 @@ from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
 
 class DecodeSm120(LaneReaders, SwapABDecodeSm90):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
-    :class:`SwapABDecodeSm90`. Requests with more rows have several tiles of them.
+    :class:`SwapABDecodeSm90`. Requests with more rows have several row tiles.
 
-    Steady state: memory is the limit. A leaf is two tiles, A and B, or four. Up to 128 columns as many stages or more
-    have room for one.
+    Steady state: memory is the limit. A leaf is two tiles, A and B, or four. Up to 128 columns, the stages hold at
+    least one leaf.
 
         memory         |    K of A'    |    K of B'    |         |    V of A'    |    V of B'     | ...
         attend         | S(A)  | S(B)  | P of both     | O = P V (A) | O += P V (B) | nodes |   waits
 
-    On sm_120 a stage of 512 columns has half of the keys of a tile: those of two warps, which multiply them by Q.
+    On sm_120 a stage of 512 columns has half of the keys of a tile. These are the keys of two warps, which multiply
+    them by Q.
     """
 
     def consumer(self, **parts: Any) -> "WarpLeafAttend":
@@ -37,13 +38,13 @@ class DecodeSm120(LaneReaders, SwapABDecodeSm90):
 
 
 class DequantDecodeSm120(LaneReaders, DequantSwapABDecodeSm90):
-    """Attention over caches of 8 and 4 bits, whose products are those of single warps on Hopper, too. A multiprocessor
-    has one CTA instead of two, with more registers for its warps."""
+    """Attention over 8-bit and 4-bit caches; products are of single warps on Hopper too. An SM has one CTA instead of
+    two, with more registers for its warps."""
 
 
 @dataclass
 class WarpLeafOperands(WarpProducts):
-    """Operands of single warps, used as LeafOperands are."""
+    """Operands of single warps, with the interface of LeafOperands."""
 
     leaf_tiles: int
 
@@ -53,14 +54,14 @@ class WarpLeafOperands(WarpProducts):
         return WarpLeafOperands(**fields, leaf_tiles=kernel.config.leaf_tiles)
 
     def loaded(self, i: int) -> tuple[int, int]:
-        """Say which tile of the leaf the i-th load of its keys is for, and the first of them there. Loads come from
-        right to left."""
+        """Return the tile of the leaf to which the i-th load of its keys belongs, and the first loaded key in that
+        tile. Loads come from right to left."""
         keys = self.kernel.tile.n
         tile, part = divmod(i, LEAF_TILE // keys)
         return tile, LEAF_TILE - (part + 1) * keys
 
     def multiply_keys(self, ring, step, q_stage) -> None:
-        """Compute S^T of a leaf, whose first tile is the ``step``-th, and give its tiles of K back."""
+        """Compute S^T of a leaf, and release its tiles of K; ``step`` is the number of the leaf's first load."""
         self.s.fill(0.0)
         for i in range(self.kernel.step_tiles):
             ring.wait_full(step + i)
@@ -69,7 +70,7 @@ class WarpLeafOperands(WarpProducts):
 
     @cute.jit
     def _add_own_scores(self, tile: cutlass.Constexpr[int], first: cutlass.Constexpr[int], stage, q_stage) -> None:
-        """Multiply the warp's keys, where they are among those from ``first`` of the tile on that were loaded."""
+        """Multiply the warp's keys, if they are among the loaded keys, which start at key ``first`` of the tile."""
         keys, depth = self.kernel.tile.n, self.kernel.config.depth[0]
         if const_expr(keys == LEAF_TILE):
             self.add_scores(tile, 0, stage, q_stage, depth)
@@ -79,7 +80,7 @@ class WarpLeafOperands(WarpProducts):
             cute.arch.sync_warp()
 
     def multiply_values(self, ring, step) -> None:
-        """Compute O^T of a leaf, and give its tiles of V back."""
+        """Compute O^T of a leaf, and release its tiles of V."""
         self.o.fill(0.0)
         for i in range(self.kernel.step_tiles):
             ring.wait_full(step + i)

@@ -1,4 +1,4 @@
-"""sm_120 MLA decode: Hopper's kernel for few rows with products of single warps, for any number of tiles of rows."""
+"""sm_120 MLA decode: Hopper's kernel for few rows with products of single warps, for any number of row tiles."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,29 +19,29 @@ from hopwell.kernels.warp_mma.decode.config import Sm120MlaConfig
 
 class MlaSm120(LaneReaders, SwapABMlaSm90):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left. K and V are the left and right halves of a
-    key, both of them key and value.
+    key; both halves are key and value.
 
     Warp roles
-        warp 0 load_keys   both halves of the keys; where lanes copy rows, half of them
-        warp 1 load_keys   the other half; or dequantize: keys of 8 bits, see parts/dequantized_rows.py
+        warp 0 load_keys   both halves of the keys; if lanes copy rows, half of the rows
+        warp 1 load_keys   the other half of the rows; or dequantize: 8-bit keys, see parts/dequant/latent_rows.py
         warp 2 load_q      the packed rows of Q
-        warp 3 schedule    segments of lines, see parts/partition/stream_k.py
-        warps 4..7 attend  from Q K^T to a leaf's node, from nodes to the output
+        warp 3 schedule    segments of output tiles (lines), see parts/partition/stream_k.py
+        warps 4..7 attend  from Q K^T to a leaf's node, and from nodes to the output
 
     Edges
-        loaded K, loaded V  load_keys -> dequantize  bytes of both halves, where keys have 8 bits; given back on K and V
+        loaded K, loaded V  load_keys -> dequantize  bytes of both halves of 8-bit keys; released on K and V
         Q       load_q -> attend      released after the segment's last leaf
         K, V    load_keys -> attend   released when the product with their half of the value has been added to O
         work    schedule -> all       released as soon as it has been read
 
-    Steady state: memory is the limit. On sm_120 there is room for one tile of 576 columns, whose left half is fetched
-    again first; narrower keys, and Blackwell, have two tiles or more under way.
+    Steady state: memory is the limit. On sm_120 there is room for one tile of 576 columns, and its left half is
+    reloaded first. Narrower keys, and Blackwell, have two or more tiles in flight.
 
         memory         |          waits            | left of A'       | right of A' | ...
         attend         | S(A)  | P of A | O += P V left | O += P V right |    waits
     """
 
-    nodes_bytes = 0  # nodes wait in registers and in memory
+    nodes_bytes = 0  # nodes wait in registers and in global memory
 
     def _more_edges(self) -> tuple[Edge, ...]:
         return ()
@@ -50,7 +50,7 @@ class MlaSm120(LaneReaders, SwapABMlaSm90):
         return replace(super()._combine(addresses, geometry, tiles), held=self._node())
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Both halves are values, whose rows may become zeros."""
+        """Return the arrive counts of K or V. Both halves are values, so their rows may become zeros."""
         return super().kv_arrivals(True)
 
     def consumer(self, **parts: Any) -> "WarpLatentAttend":
@@ -59,7 +59,7 @@ class MlaSm120(LaneReaders, SwapABMlaSm90):
 
 @dataclass
 class WarpLatentOperands(WarpProducts):
-    """Operands of single warps, used as LatentLeafOperands are."""
+    """Operands of single warps, with the interface of LatentLeafOperands."""
 
     @staticmethod
     def create(kernel, tiles: LeafTiles) -> "WarpLatentOperands":
@@ -74,7 +74,7 @@ class WarpLatentOperands(WarpProducts):
             self.add_scores(0, kv_half, ring.stage(step), q_stage, depths[kv_half], kv_half * depths[0])
 
     def multiply_values(self, rings, step) -> None:
-        """Add V^T P^T of tile ``step`` to both halves of O^T, and give the tile's halves back."""
+        """Add V^T P^T of tile ``step`` to both halves of O^T, and release the tile's halves."""
         half = self.kernel.config.head_dim_v // 2
         for kv_half, ring in enumerate(rings):
             self.add_values(0, kv_half, ring.stage(step), half, kv_half * half)

@@ -1,5 +1,5 @@
-"""Which prefill kernel serves a problem on sm_120a, and on sm_100a and sm_103a where tensor memory has none: tiles and
-resources, which are those of sm_120a on all of them."""
+"""Prefill configs of sm_120a, and of sm_100a and sm_103a where no tensor-memory kernel serves a problem. Tiles and
+resources are the ones of sm_120a on all of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from hopwell.kernels.hardware import WARP_MMA
 
 HEAD_DIMS = (*support.COMMON_HEAD_DIMS, *support.OTHER_HEAD_DIMS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-# K and V of 8 and 4 bits are dequantized by a warpgroup up to so many columns of Q and K, and of V, where 128 registers
-# of each of 512 threads are enough for O, S and P, with up to 12 spilled in a step of 375 instructions without any
-# mask, and up to 5 where there is one: see ``WarpAttend.unmasked_steps``. Where each warp dequantizes in its own
-# registers, a step over NVFP4 has 1496, with Q and K of 192 columns 1764 instead of 394. Beyond, O leaves too few
-# registers, and 16-bit tiles too little shared memory: with codes of 8 bits that is so at 192/128, where it would take
-# 100 KiB.
+# Most columns (of Q and K, of V) for which a warpgroup dequantizes 8-bit and 4-bit K and V. Up to these, 128 registers
+# in each of 512 threads are enough for O, S and P. A step of 375 instructions spills up to 12 registers without a mask,
+# and up to 5 with one, see ``WarpAttend.unmasked_steps``.
+#
+# If each warp dequantizes in its own registers, a step over NVFP4 has 1496 instructions. With 192 columns of Q and K it
+# has 1764 instead of 394. With more columns O leaves too few registers, and 16-bit tiles leave too little shared
+# memory. For 8-bit elements this is so at 192/128, which would take 100 KiB.
 DEQUANTIZED_COLUMNS = {KvType.E4M3: (128, 128), KvType.NVFP4: (192, 128)}
 _CONVERTING: dict[str, Any] = dict(producer_registers=40, consumer_registers=208, converting_registers=56)
 
 
 def dequantizes_by_warpgroup(dims: tuple[int, int], kv_type: KvType) -> bool:
-    """Tell whether a warpgroup dequantizes K and V of these head dims for queries of 16 bits."""
+    """Whether a warpgroup dequantizes K and V of these head dims for 16-bit queries."""
     most = DEQUANTIZED_COLUMNS.get(kv_type, (0, 0))
     return all(dim <= columns for dim, columns in zip(dims, most, strict=True))
 
@@ -42,14 +43,17 @@ def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
     )
 
 
-# On sm_120 a CTA has 99 KiB: Q and some stages of K and V, with the output staged in Q's place. Where O takes 128
-# registers of a thread, the warps that 128 rows need have no room for the rest. ptxas gives the threads of sm_120 no
-# more than they have at launch, 168 of 384 threads: steps of 64 keys at 128 columns spilled 30 registers in the loop,
-# steps of 32 spill up to 10 once a work tile, and up to 4 in a step with a mask, of e4m3 operands up to 6: two or three
-# steps of a request have one. K and V of 8 or 4 bits keep the keys of a step. Where each warp dequantizes them, 160 and
-# 192 columns spill 12 to 26 registers in a step, 192/128 without a mask 11, 256 none. Such steps have 1400 to 2300
-# instructions, and smaller tiles would convert as many elements for fewer rows. With 512 columns two warps share 16
-# rows, each for half of O.
+# On sm_120 a CTA has 99 KiB of shared memory: Q and some stages of K and V, with the output staged in Q's place. If O
+# takes 128 registers of a thread, the warps for 128 rows do not have registers for the rest.
+#
+# ptxas gives the threads of sm_120 at most their registers at launch, 168 for 384 threads. Steps of 64 keys at 128
+# columns spilled 30 registers in the loop. Steps of 32 keys spill up to 10 once a work tile. In a step with a mask they
+# spill up to 4, or up to 6 with e4m3 operands. Two or three steps of a request have a mask.
+#
+# 8-bit or 4-bit K and V keep the keys of a step. If each warp dequantizes them, 160 and 192 columns spill 12 to 26
+# registers in a step, 192/128 without a mask 11, 256 none. Such steps have 1400 to 2300 instructions, and smaller tiles
+# would convert the same number of elements for fewer rows. With 512 columns two warps share 16 rows, each with half of
+# O.
 _OF_COLUMNS = {
     64: _tile(128, 64, 4),
     128: _tile(128, 32, 4),
@@ -58,7 +62,7 @@ _OF_COLUMNS = {
     512: _tile(32, 32, 1, splits_v=True),
 }
 
-# Operands of 8 bits: half of the registers for Q and P leaves room for steps of 64 keys at 128 columns.
+# 8-bit operands need half of the registers for Q and P, which leaves room for steps of 64 keys at 128 columns.
 _BYTES_OF_COLUMNS = {128: _tile(128, 64, 4), 192: _tile(128, 32, 4), 256: _tile(64, 64, 2)}
 
 
@@ -68,7 +72,7 @@ def _of(dims: tuple[int, int]) -> Tile:
 
 @dataclass(frozen=True)
 class Sm120PrefillConfig(PrefillConfig):
-    """A prefill kernel whose products are those of single warps."""
+    """A prefill kernel with products of single warps (mma.sync)."""
 
     can_dequantize_q: ClassVar[bool] = False
 
@@ -87,14 +91,14 @@ class Sm120PrefillConfig(PrefillConfig):
     def dequantized_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType, by_two: bool) -> Tile:
         if not dequantizes_by_warpgroup(dims, kv_type):
             return tile
-        # There are as many stages as there is room for.
+        # The number of stages is limited by shared memory.
         stages = next(count for columns, count in {64: 2, 128: 4, 192: 1}.items() if max(dims) <= columns)
         return replace(tile, kv_stages=2, source_stages=(stages, stages), **_CONVERTING)
 
     @property
     def block_scaled(self) -> bool:
-        """Tell whether products of 8-bit operands are those of the instruction that scales blocks, here by 1. GeForce
-        cards run it at twice the rate of the plain one, by published rates other cards at the same. Only sm_120 has
+        """Whether 8-bit products use the block-scaled instruction, here with scales of 1. GeForce cards run it at twice
+        the rate of the plain instruction. Other cards run both at the same rate, by published rates. Only sm_120 has
         it."""
         return self.uses_fp8_mma and self.target in support.FAMILY_BUILDS.values()
 
@@ -104,12 +108,12 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @property
     def has_narrow_kv(self) -> bool:
-        """Tell whether those that multiply take K and V of fewer than 16 bits."""
+        """Whether the attend warps take K and V of fewer than 16 bits."""
         return self.operand_bits < 16
 
     @property
     def operand_bits(self) -> int:
-        """Count the bits of an element of K and V as those that multiply take it."""
+        """Bits of an element of K and V in the form that the attend warps take."""
         return 16 if self.dequantizes else self.kv_element.bits
 
     @property
@@ -118,11 +122,11 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @property
     def dequantizes_in_place(self) -> bool:
-        return False  # as above
+        return False  # no warpgroup dequantizes in place
 
     @property
     def transposes_v(self) -> bool:
-        return False  # as above
+        return False  # attend warps transpose V
 
     @property
     def operand_columns(self) -> tuple[int, int]:
@@ -130,7 +134,7 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Say how many columns warps multiply: whole reads of ldmatrix, 32 bytes of a row of K and 16 of one of V."""
+        """Columns that warps multiply, in whole ldmatrix reads: 32 bytes of a row of K and 16 bytes of a row of V."""
         if not self.has_narrow_kv:
             return super().depth
         bits = self.kv_element.bits

@@ -1,4 +1,4 @@
-"""sm_120 prefill: TMA, specialised warps, mma.sync; the roles, schedules and parts of Hopper's kernel."""
+"""sm_120 prefill: TMA, warp specialisation and mma.sync, with the roles, schedules and parts of Hopper's kernel."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,42 +14,41 @@ from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 
 
 class PrefillSm120(LaneReaders, PrefillSm90):
-    """Attention over query tiles of ``tile.m`` rows, 16 of them for each warp, in steps of ``tile.n`` keys from right
-    to left.
+    """Attention over query tiles of ``tile.m`` rows, 16 rows for each warp, in steps of ``tile.n`` keys from right to
+    left.
 
     Warp roles
-        warp 0 load_k      K tiles, as the KV source says
+        warp 0 load_k      K tiles, through the KV source
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      Q tiles
-        warp 3 schedule    work tiles: which query rows, which keys, where they are
+        warp 3 schedule    work tiles: the query rows, the keys and their locations
         warps 4.. attend   16 query rows each, from Q K^T to the output; at head dim 512 two warps have the same rows,
-                           each for half of V's columns
-        the last 4 convert K and V of 8 and 4 bits become K and V of 16, up to 128 columns
+                           each with half of V's columns
+        the last 4 convert dequantize 8-bit and 4-bit K and V to 16 bits, see ``dequantizes_by_warpgroup``
 
     Edges (``PrefillSm120(config).edges``, printed by ``pipeline.describe``)
-        Q       load_q -> attend      released when the output has been written, which is staged in its place
+        Q       load_q -> attend      released when the output has been written, which is staged in Q's place
         K       load_k -> attend      released when S has been computed
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
-        With warps that convert, K and V lead to them, and converted K and converted V from them to attend.
+        With a convert role, K and V lead to convert. From there converted K and converted V lead to attend.
 
-    Steady state: a step of two warps that share a scheduler, A and B. Nothing but the scheduler gives them turns: when
-    one waits for its exponentials, the other's products are issued.
+    Steady state: a step of two warps, A and B, that share a scheduler. Only the scheduler alternates between them:
+    while one waits for its exponentials, the other's products are issued.
 
         tensor cores   |  A: S(i) = Q K(i)^T, O += P(i+1) V(i+1)  |  B: S(i) = Q K(i)^T, O += P(i+1) V(i+1)  |
         warp A         |                                          |  maximum, 2^(S(i) - reference), P(i)     |
         warp B         |  maximum, 2^(S(i+1) - ...), P(i+1)       |                                          |
         load_k, load_v |  fill the stages that the step before has released
 
-    Where nobody converts K and V of fewer than 16 bits, products of both come with conversions, see
-    ``narrow_operands.py``.
+    Without a convert role, each warp converts narrow K and V on the way to its products, see ``narrow_operands.py``.
     """
 
-    staging_bytes = 0  # the output goes through Q's place
+    staging_bytes = 0  # the output is staged in Q's place
 
     @property
     def operands_type(self) -> type[WarpOperands]:
-        """Return what warps multiply."""
+        """Type of the operands that warps multiply."""
         if self.config.uses_fp8_mma:
             return WarpFp8Operands
         if self.config.dequantizes:
@@ -59,7 +58,7 @@ class PrefillSm120(LaneReaders, PrefillSm90):
         ]
 
     def _more_edges(self) -> tuple[Edge, ...]:
-        # Lanes read what has been converted, and not the tensor cores.
+        # Lanes, not the tensor cores, read the converted tiles.
         return tuple(replace(edge, consumer_lanes=LANES, consumer_fences=False) for edge in super()._more_edges())
 
     @property
