@@ -80,7 +80,7 @@ class WarpFp8Operands(NarrowOperands):
 
 
 @dataclass
-class DequantizedOperands(NarrowOperands):
+class E4m3Operands(NarrowOperands):
     """16-bit Q over K and V in e4m3. The products equal the products of 16-bit K and V, with adjacent elements in other
     positions."""
 
@@ -131,7 +131,7 @@ PAIRED_SCALES, NEXT_SCALE = 0x6240, 0x1111
 
 
 @dataclass
-class DequantisedOperands(DequantizedOperands):
+class Nvfp4Operands(E4m3Operands):
     """16-bit Q over K and V in NVFP4. Lane i holds the scales of key i of 32, and other lanes read them by shuffles.
     The scales come from global memory. Scales of K are read after the preceding product has been issued, scales of V
     when P is known."""
@@ -149,7 +149,7 @@ class DequantisedOperands(DequantizedOperands):
     vector_fragments = 4
 
     @classmethod
-    def create(cls, kernel, tiles: SharedTiles, place, addresses, geometry) -> "DequantisedOperands":
+    def create(cls, kernel, tiles: SharedTiles, place, addresses, geometry) -> "Nvfp4Operands":
         k_scales = ScaleRows.key(kernel.config, addresses, geometry)
         v_scales = ScaleRows.value(kernel.config, addresses, geometry, interleaves=True)
         rows = kernel.tile.n // LANES  # of a lane

@@ -8,7 +8,7 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.pipeline import Edge
 from hopwell.kernels.sm90.prefill.kernel import PrefillSm90, with_arguments
 from hopwell.kernels.warp_mma.common.lane_readers import LaneReaders
-from hopwell.kernels.warp_mma.common.narrow_operands import DequantisedOperands, DequantizedOperands, WarpFp8Operands
+from hopwell.kernels.warp_mma.common.narrow_operands import E4m3Operands, Nvfp4Operands, WarpFp8Operands
 from hopwell.kernels.warp_mma.common.row_loop import ConvertedOperands, SkippingWarpAttend, WarpAttend, WarpOperands
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 
@@ -53,9 +53,7 @@ class PrefillSm120(LaneReaders, PrefillSm90):
             return WarpFp8Operands
         if self.config.dequantizes:
             return ConvertedOperands
-        return {KvType.WIDE: WarpOperands, KvType.E4M3: DequantizedOperands, KvType.NVFP4: DequantisedOperands}[
-            self.config.kv_type
-        ]
+        return {KvType.WIDE: WarpOperands, KvType.E4M3: E4m3Operands, KvType.NVFP4: Nvfp4Operands}[self.config.kv_type]
 
     def _more_edges(self) -> tuple[Edge, ...]:
         # Lanes, not the tensor cores, read the converted tiles.
