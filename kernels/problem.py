@@ -73,16 +73,19 @@ class Score:
 
 @dataclass(frozen=True)
 class DcpRank:
-    """What a rank has of each request's keys when ranks share them: for MaskKind.CYCLIC.
+    """The keys that one rank holds in decode context parallel (DCP), for MaskKind.CYCLIC.
 
-    ``kv_lens`` are the keys of each request on all ``count`` ranks together, new tokens included. Key c of this rank,
-    which is the ``index``-th, is key c * count + index of them. Row t of q_len is at kv_len - q_len + t of all keys,
-    and sees those of this rank that are not behind it.
+    Attributes:
+        kv_lens: keys of each request on all ranks together, new tokens included.
+        world: number of ranks.
+        rank: this rank. Its key c is key c * world + rank of the request.
+
+    Row t of q_len is at position kv_len - q_len + t of all keys. It sees this rank's keys up to that position.
     """
 
     kv_lens: torch.Tensor
-    count: int
-    index: int
+    world: int
+    rank: int
 
 
 @dataclass(frozen=True)

@@ -250,11 +250,11 @@ def _dcp_rank(dcp_rank: DcpRank, queries: Extent, keys: Extent) -> Iterator[Rule
     everywhere = signed(dcp_rank.kv_lens)
     yield Rule("k_offsets", everywhere, everywhere < 0, _always("0 or more"), is_defined=True)
     yield Rule("k_offsets", everywhere, everywhere > INT32_MAX, _always(f"at most {INT32_MAX}"), is_defined=True)
-    here = (everywhere.clamp(min=0) - dcp_rank.index + dcp_rank.count - 1) // dcp_rank.count
+    here = (everywhere.clamp(min=0) - dcp_rank.rank + dcp_rank.world - 1) // dcp_rank.world
 
     def text(index: tuple[int, ...]) -> str:
         return (
-            f"{here[index].item()}, because rank {dcp_rank.index} of {dcp_rank.count} has each {dcp_rank.count}-th of "
+            f"{here[index].item()}, because rank {dcp_rank.rank} of {dcp_rank.world} has each {dcp_rank.world}-th of "
             f"{everywhere[index].item()} keys"
         )
 

@@ -120,8 +120,8 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
         slot_rows=slot_rows(rows, problem.is_latent),
         cta_parts=cta_parts(max(row_tiles, 1), grid),
         gmem_levels=gmem_levels(config.chunk_tokens, capacity, config.smem_levels),
-        dcp_world=1 if problem.dcp_rank is None else problem.dcp_rank.count,
-        dcp_rank=0 if problem.dcp_rank is None else problem.dcp_rank.index,
+        dcp_world=1 if problem.dcp_rank is None else problem.dcp_rank.world,
+        dcp_rank=0 if problem.dcp_rank is None else problem.dcp_rank.rank,
         capacity=_capacity(problem),
     )
     if not config.has_block_scales:

@@ -187,8 +187,8 @@ def test_shards_of_warm_calls(recorded: Any) -> None:
             options = dict(cp_world=2, cp_rank=rank, causal_seqlens_kv_global=lengths, return_lse=True)
             call(entry, name, **options, **dcp)
             assert recorded.addresses[-1][6] == lengths.data_ptr()
-        shards = [problem.dcp_rank for problem in recorded.problems]
-        assert [(shard.count, shard.index) for shard in shards] == [(2, 0), (2, 1)]
+        ranks = [problem.dcp_rank for problem in recorded.problems]
+        assert [(rank.world, rank.rank) for rank in ranks] == [(2, 0), (2, 1)]
         recorded.problems.clear()
 
 
