@@ -205,9 +205,9 @@ class DecodeConfig(KernelConfig):
         return True
 
     def slots(self, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
-        """Slots for partials, or for nodes of the tree, of a launch on ``sms`` multiprocessors.
+        """Return the slots for partials, or for nodes of the tree, of a launch on ``sms`` SMs.
 
-        A request has up to ``rows`` packed rows, in ``row_tiles`` tiles of each of ``kv_heads``, and ``capacity`` keys.
+        A request has up to ``rows`` packed rows, in ``row_tiles`` tiles for each KV head, and ``capacity`` keys.
         """
         columns = self.head_dim_v
         if self.has_tree:
@@ -216,12 +216,12 @@ class DecodeConfig(KernelConfig):
         return slot_count(max(rows, 1), kv_heads, columns, capacity, sms, latent, self.has_cta_parts)
 
     def counter_ints(self, slots: int) -> int:
-        """Counters of a launch with ``slots``, in int32. The kernel finds them zero and leaves them zero."""
+        """Return the int32 counters of a launch with ``slots``. The kernel finds them zero and leaves them zero."""
         return tree_counter_ints(slots) if self.has_tree else counter_ints(slots)
 
     @classmethod
     def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
-        """Bytes of scratch that is enough for any kernel of this kind, see :func:`splitting.scratch_bytes`."""
+        """Return the bytes of scratch for any kernel of this class, see :func:`splitting.scratch_bytes`."""
         return scratch_bytes(rows, kv_heads, columns, capacity, sms, tiled=cls.tiled)
 
     @property

@@ -1,8 +1,8 @@
 """Compile, store and load kernels: the only module that knows how the DSL turns a kernel into a callable.
 
 A kernel is compiled once for each (config, source code, toolchain versions). Its host function and cubin become one
-object file in a cache directory, next to its PTX and cubin for inspection. Loading the file takes about 1 ms, and some
-10 ms for the first file of a process.
+object file in a cache directory, next to its PTX and cubin for inspection. Loading the file takes about 1 ms, and a few
+tens of milliseconds for the first file of a process.
 
 Environment:
     HOPWELL_CACHE_DIR   folder of compiled kernels; default: the user's cache directory (see cache_folder)
@@ -79,7 +79,7 @@ class Artifact:
 
 
 def cache_dir() -> pathlib.Path:
-    """Return the directory of this version's compiled kernels; a version is that of the sources and the toolchain."""
+    """Return the directory of compiled kernels for this version of the sources and the toolchain."""
     return cache_folder.root() / fingerprint.IMPORTED[:16]
 
 
