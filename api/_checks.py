@@ -31,7 +31,7 @@ INTEGERS = (torch.int32, torch.uint32, torch.int64)
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# Implementations of torch functions without overrides: torch.Tensor's, and that of classes such as torch.nn.Parameter.
+# Implementations of torch functions without overrides: torch.Tensor's, and the one of classes such as Parameter.
 _TENSOR: Any = torch.Tensor  # Any, because type checkers do not know its class methods
 TORCH_FUNCTIONS = (_TENSOR.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 

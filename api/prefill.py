@@ -100,8 +100,8 @@ def trtllm_batch_context_with_kv_cache(
             is 1; the others are free multiples of 16 bytes.
         kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1; or [pages, 1, *page], the same data
             for both; or a pair (K, V) of [pages, *page] tensors with independent strides and V head_dim. ``page`` is
-            [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype is that of
-            query, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). NVFP4 takes a head_dim
+            [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype is query's
+            dtype, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). NVFP4 takes a head_dim
             that is a multiple of 64 and a page_size that is a multiple of 4. page_size is 1 to 1024; num_heads is a
             multiple of num_kv_heads.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.

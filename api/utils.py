@@ -13,8 +13,8 @@ __all__ = ["FP4Tensor"]
 class FP4Tensor:
     """NVFP4 tensor: packed e2m1 values with one e4m3 scale for 16 values.
 
-    torch has no 4-bit float, so the two parts travel together. Attributes and rules are those of
-    ``flashinfer.utils.FP4Tensor``.
+    torch has no 4-bit float, so the two parts travel together. Attributes and rules equal
+    ``flashinfer.utils.FP4Tensor``'s.
 
     Args:
         data: uint8 [rows, ..., ceil(n / 2)], two values a byte, the even-indexed value in the low nibble.

@@ -65,7 +65,7 @@ ELEMENTS = {
         Element("fp16", 16),
         Element("e4m3", 8, dequantized=True),
         Element("int8", 8, dequantized=True),
-        Element("fp8_ds_mla", 8, dequantized=True),  # its scales are part of a row, see parts/dequantized_rows.py
+        Element("fp8_ds_mla", 8, dequantized=True),  # scales inside a row, see parts/dequant/latent_rows.py
         Element("nvfp4", 4, block=16, scale="e4m3", dequantized=True),
     )
 }

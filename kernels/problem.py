@@ -31,7 +31,7 @@ class Family(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     MLA = "mla"  # decode with a value that is part of the key
-    APPEND = "append"  # write new tokens into a cache, see append_config.py
+    APPEND = "append"  # write new tokens into a cache, see append/config.py
 
 
 class ScoreKind(enum.Enum):
@@ -199,7 +199,7 @@ class AttentionProblem:
             decode and MLA take one.
         kv_scales: block scales of NVFP4 K and V, which are uint8 with two elements in a byte; None for all other types.
         out_scales: block scales of an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all other types.
-        scratch: memory for partial results of decode, see ``splitting.py``.
+        scratch: memory for partial results of decode, see ``config/splitting.py``.
         programmatic_launch: let this kernel's launch overlap the tail of the preceding kernel (PDL).
         family: the family of kernels that computes the problem.
     """

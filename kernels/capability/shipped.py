@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead: those of plain scores. Others are compiled at the first call that needs them."""
+"""Kernels that are compiled ahead: kernels of plain scores. The first call that needs another kernel compiles it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Base of the configs of all kernels: pure Python, no GPU, no DSL.
 
 A config holds everything that changes generated code and nothing else, so its name is the key of the compiled kernel.
-``families.resolve`` derives it from a problem. Shapes, lengths and strides stay run-time arguments, with two
+``registry.resolve`` derives it from a problem. Shapes, lengths and strides stay run-time arguments, with two
 exceptions: the fastest kernel depends on the number of queries and on the size of a window.
 """
 

@@ -65,7 +65,7 @@ _TILES = {
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
-# The swap-AB tile has as many stages as fit in shared memory, and registers for one warpgroup besides the producers.
+# The swap-AB tile fills shared memory with stages, and has registers for one warpgroup besides the producers.
 _TREE_TILE = Tile(SWAP_AB_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_registers=104, consumer_registers=240)
 # Over 8-bit caches the swap-AB tile has half of the registers. Q goes into registers, so one stage of Q is enough.
 _EIGHT_BIT_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
@@ -128,7 +128,7 @@ class DecodeConfig(KernelConfig):
 
     @property
     def has_tree(self) -> bool:
-        """Whether leaves of keys are combined as a binary tree (stream-K), see ``sm90/decode_swap_ab.py``."""
+        """Whether leaves of keys are combined as a binary tree (stream-K), see ``sm90/decode/swap_ab.py``."""
         return self.rows in tree_rows(self.head_dim_qk, self.kv_bytes)
 
     @property

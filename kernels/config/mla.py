@@ -265,12 +265,12 @@ def most_keys(problem: AttentionProblem) -> int:
 
 
 def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:
-    """Yield the MLA kernels that are compiled ahead: only batch-invariant ones if the setting asks for that."""
+    """Yield the MLA kernels that are compiled ahead: only batch-invariant ones if the setting asks for them."""
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.TOPK_ROWS, 0)])
     for rows, (dims, fetch) in itertools.product(sorted({kind.most_rows, LATENT_SWAP_AB_ROWS}, reverse=True), kinds):
         kv_types = [KvType.WIDE]
-        if not fetch[1]:  # lanes copy rows of 8 bits
+        if not fetch[1]:  # 8-bit rows are copied by lanes, not in TMA boxes
             kv_types += [
                 t for t in KV_TYPES.values() if t is not KvType.FP8_DS_MLA or dims == support.FP8_DS_MLA_HEAD_DIMS
             ]

@@ -83,7 +83,7 @@ _CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_r
 # e4m3 to bfloat16 takes more than twice the instructions of e4m3 to float16, so K and V then have one warpgroup each.
 # Five warpgroups share 480 registers. NVFP4 would spill with 32; consumers would spill with fewer than 192. With 192,
 # consumers of skip-softmax and of capped scores with slopes would spill. Few queries and short windows do not wait for
-# conversions and would take 1 to 3 % more time (H100, 2026-11-25).
+# conversions; with two converting warpgroups they would take 1 to 3 % more time (H100, 2026-11-25).
 _CONVERTED_BY_TWO: dict[str, Any] = dict(consumer_registers=192, converting_registers=32, converting_warpgroups=2)
 # Kernels that transpose V need fewer registers for loaders and the converting warpgroup; 8 more for the consumers
 # gained 1 to 2 %. PART_STEP is for kernels that add products of n slices to O. At head dim 128, 160 keys give 778 and
