@@ -1,6 +1,7 @@
 """hopwell: attention kernels for NVIDIA Hopper and Blackwell, drop-in for FlashInfer's entry points.
 
-Modules are imported when one of their names is first used, so that the command line starts without PyTorch.
+Importing hopwell imports no module: each is imported at the first use of one of its names. The command line thus starts
+without PyTorch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hopwell._toolchain import check_toolchain
 
-# This comes before anything that may need the toolchain, so that a wrong one gives this message and no other.
+# The check precedes every import that may need the toolchain, so that a wrong toolchain gives only this message.
 check_toolchain()
 
 from hopwell.version import __version__  # noqa: E402
@@ -72,7 +73,7 @@ _SUBMODULES = ("cudnn", "decode", "emulator", "kernels", "layouts", "mla", "page
 
 
 def __getattr__(name: str) -> Any:
-    """Import a function, a class or a module when it is first used; later uses are ordinary look-ups."""
+    """Import a function, a class or a module at its first use; later uses are ordinary look-ups."""
     if name in _SUBMODULES:
         return importlib.import_module(f"hopwell.{name}")
     if name in _MODULE_OF:

@@ -14,7 +14,7 @@ MAX_JOBS = 1024  # processes; each takes hundreds of megabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if not hasattr(options, "run"):
@@ -26,13 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("hopwell").setLevel(logging.INFO)
     try:
         return options.run(options)
-    except (ValueError, OSError, RuntimeError) as error:  # of settings, folders, the compiler and the GPU
+    except (ValueError, OSError, RuntimeError) as error:  # from settings, folders, the compiler and the GPU
         print(f"hopwell: {error}", file=sys.stderr)
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the parser. PyTorch takes seconds to import, so only the commands import what needs it."""
+    """Return the parser. PyTorch takes seconds to import, so each command imports only the modules that it needs."""
     parser = argparse.ArgumentParser("hopwell", description="Attention kernels for NVIDIA Hopper and Blackwell.")
     commands = parser.add_subparsers(metavar="command")
 

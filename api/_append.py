@@ -1,4 +1,4 @@
-"""Arguments of ``append_paged_kv_cache``: checked, reduced to an AppendProblem, and launched."""
+"""Check the arguments of ``append_paged_kv_cache``, convert them to an AppendProblem, and launch it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hopwell.layouts import NVFP4_BLOCK, KVViews, VScaleLayout, block_scale_view
 
 CACHE_TYPES = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
 V_SCALE_LAYOUTS = tuple(layout.value for layout in VScaleLayout)
-INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # what page sizes and V's head dims are multiples of
+INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # page sizes and V's head dims are multiples of these
 
 
 class AppendArguments(NamedTuple):
-    """All arguments of a call; caches and their scales as a pair, or as a tensor of both and None."""
+    """All arguments of a call. Caches and their scales are a pair, or one tensor and None."""
 
     append_key: Any
     append_value: Any
@@ -50,16 +50,16 @@ class AppendArguments(NamedTuple):
 
     @property
     def paged_kv_cache(self) -> Any:
-        """Return the cache as the caller gave it: one tensor, or a pair of K and V."""
+        """The cache as the caller gave it: one tensor, or a pair of K and V."""
         return self.cache if self.value_cache is None else (self.cache, self.value_cache)
 
     @property
     def kv_cache_sf(self) -> Any:
-        """Return the block scales as the caller gave them: one tensor, a pair, or None."""
+        """The block scales as the caller gave them: one tensor, a pair, or None."""
         return self.scales if self.value_scales is None else (self.scales, self.value_scales)
 
 
-# Arguments in messages, where the fields of AppendArguments differ from them.
+# Names in messages for the fields of AppendArguments that differ from the caller's arguments.
 ARGUMENTS = {
     "cache": "paged_kv_cache",
     "value_cache": "paged_kv_cache",
@@ -87,13 +87,13 @@ APPEND_OPERANDS = OperandMap(
 
 
 class AppendCalls:
-    """Launches calls; one like a call that has been checked is repeated."""
+    """Launches append calls, and repeats checked calls without checks."""
 
     def __init__(self) -> None:
         self._calls = Calls(APPEND_OPERANDS)
 
     def run(self, arguments: AppendArguments) -> None:
-        """Check what has to be checked, and launch."""
+        """Launch a call, and check it first if it does not repeat a checked call."""
         if self._calls.latest(arguments, None, None) or self._calls.repeat(arguments, None):
             return
         problem = append_problem(arguments)
@@ -121,7 +121,7 @@ class AppendCalls:
 
 
 def append_problem(arguments: AppendArguments) -> AppendProblem:
-    """Check all arguments and reduce them to a problem."""
+    """Check all arguments and convert them to a problem."""
     a = arguments
     key, value = _new_tokens(a.append_key, a.append_value)
     on, tokens = key.device, key.shape[0]
@@ -175,7 +175,7 @@ def _new_tokens(append_key: Any, append_value: Any) -> tuple[torch.Tensor, torch
 def _caches(
     paged_kv_cache: Any, kv_layout: Any, key: torch.Tensor, value: torch.Tensor, shared: bool, interleaves: bool
 ) -> tuple[CacheType, KVViews]:
-    """Return what is written, and canonical views of where."""
+    """Return the type of the cache and its canonical views."""
     parts = pair_or_tensor("paged_kv_cache", paged_kv_cache)
     for name, part in parts:
         checks.dtype(name, part, CACHE_TYPES)
@@ -218,7 +218,7 @@ def _caches(
 
 
 def _block_scales(kv_cache_sf: Any, kv_layout: str, caches: KVViews, kind: CacheType, shared: bool) -> KVViews | None:
-    """Return canonical views of the block scales, required for NVFP4 and refused otherwise."""
+    """Return canonical views of the block scales. They are required for NVFP4 and refused otherwise."""
     if not kind.is_nvfp4:
         if kv_cache_sf is not None:
             raise ValueError(
@@ -234,7 +234,7 @@ def _block_scales(kv_cache_sf: Any, kv_layout: str, caches: KVViews, kind: Cache
 
 
 def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, PageTable, torch.Tensor | None]:
-    """Return the number of requests, page ids, and where each request's begin where they are in a row."""
+    """Return the number of requests, the page ids, and the start of each request if page ids are 1-D."""
     given = [name for name in ("kv_indices", "kv_indptr", "block_tables") if getattr(a, name) is not None]
     if given not in (["kv_indices", "kv_indptr"], ["block_tables"]):
         raise ValueError(f"pages must be given as kv_indices and kv_indptr, or as block_tables, got {given or None}")
@@ -282,7 +282,7 @@ def _on(name: str, value: torch.Tensor, expected: torch.device) -> None:
 
 
 def _check_apart(problem: AppendProblem) -> None:
-    """Nothing that is written shares memory with anything else."""
+    """Check that no written tensor shares memory with another tensor."""
     inputs = [("append_key", problem.key), ("append_value", problem.value)]
     names = ("K of paged_kv_cache", "V of paged_kv_cache", "K of kv_cache_sf", "V of kv_cache_sf")
     views = (problem.key_cache, problem.value_cache, problem.key_scales, problem.value_scales)

@@ -12,7 +12,7 @@ from hopwell import _checks as checks
 from hopwell.kernels.problem import BlockScales
 from hopwell.layouts import KVLayout, KVViews, block_scale_views, paged_kv_views
 
-SCALE_TYPES = (checks.FP8, torch.uint8)  # the latter holds the bits of the former
+SCALE_TYPES = (checks.FP8, torch.uint8)  # uint8 holds the bits of e4m3 scales
 SCALES_READ = 4  # scales that kernels read at a time
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 
@@ -39,7 +39,7 @@ class PagedCache:
 
 
 def pair_or_tensor(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of an argument that is one tensor or a pair, with the names that messages give them."""
+    """Return the tensors of an argument that is one tensor or a pair, each with its name in messages."""
     if isinstance(value, torch.Tensor):
         return [(name, checks.tensor(name, value))]
     if not isinstance(value, (tuple, list)):
@@ -50,7 +50,7 @@ def pair_or_tensor(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def other_layout(kv_layout: str) -> str:
-    """Return the argument that asks for the other layout, for messages."""
+    """Return the argument that selects the other layout, for messages."""
     return f"kv_layout={KVLayout(kv_layout).other.value!r}"
 
 
@@ -60,8 +60,10 @@ def check_dtype(
     allowed: Sequence[torch.dtype],
     of_bytes: str = "NVFP4",
 ) -> None:
-    """Check that all ``parts`` of a cache have one of the dtypes that go with a query of ``query_dtype``. ``of_bytes``
-    tells for messages what a cache of uint8 holds."""
+    """Check that all ``parts`` of a cache have one dtype, and that it goes with a query of ``query_dtype``.
+
+    ``of_bytes`` describes the contents of a uint8 cache in messages.
+    """
     first_name, first = parts[0]
     if first.dtype not in allowed:
         known = " or ".join(f"{one} ({of_bytes})" if one == torch.uint8 else str(one) for one in dict.fromkeys(allowed))
@@ -74,7 +76,7 @@ def check_dtype(
 def paged_cache(
     kv_cache: Any, kv_layout: Any, query: torch.Tensor, dtypes: Sequence[torch.dtype], *, same_pages: bool = True
 ) -> PagedCache:
-    """Check the ``kv_cache`` argument against ``query`` [tokens, heads, head_dim] and view it canonically."""
+    """Check the ``kv_cache`` argument against ``query`` [tokens, heads, head_dim], and return canonical views."""
     parts = pair_or_tensor("kv_cache", kv_cache)
     check_dtype(parts, query.dtype, dtypes)
     for name, part in parts:
@@ -97,7 +99,7 @@ def paged_cache(
 
 
 def block_scales(name: str, scales: Any, cache: PagedCache, kv_layout: str) -> BlockScales | None:
-    """Check the block scales of ``cache``, required for NVFP4 and refused otherwise, and view them."""
+    """Check the block scales of ``cache`` and return views. They are required for NVFP4 and refused otherwise."""
     parts = [] if scales is None else pair_or_tensor(name, scales)
     if not cache.is_nvfp4:
         if parts:
@@ -121,6 +123,6 @@ def block_scales(name: str, scales: Any, cache: PagedCache, kv_layout: str) -> B
 
 
 def has_dtype(kv_cache: Any, dtype: torch.dtype) -> bool:
-    """Tell whether a cache, which need not be checked, has this dtype."""
+    """Return whether a cache, which may be unchecked, has this dtype."""
     first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
     return isinstance(first, torch.Tensor) and first.dtype == dtype

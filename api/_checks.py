@@ -1,7 +1,7 @@
-"""Argument checks that the entry points share.
+"""Argument checks shared by the entry points.
 
-Each check names the argument, what it got and what is allowed. TypeError is for a wrong Python type (and a tensor scale
-that is not float32), ValueError for everything else. None of them reads device memory.
+Each check names the argument, the given value and the allowed values. A wrong Python type, and a tensor scale that is
+not float32, raise TypeError; everything else raises ValueError. No check reads device memory.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ INTEGERS = (torch.int32, torch.uint32, torch.int64)
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# What torch.Tensor has, and what classes have that do without, such as torch.nn.Parameter.
-_TENSOR: Any = torch.Tensor  # whose class methods type checkers do not know
+# Implementations of torch functions without overrides: torch.Tensor's, and the one of classes such as Parameter.
+_TENSOR: Any = torch.Tensor  # Any, because type checkers do not know its class methods
 TORCH_FUNCTIONS = (_TENSOR.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 
 
 def describe(value: Any) -> str:
-    """Describe ``value`` for a message, briefly. What may be large is not formatted: the text of a storage of 4 MB
-    takes 12 s."""
+    """Return a brief description of ``value`` for a message.
+
+    Large values are not formatted: the text of a storage of 4 MB takes 12 s.
+    """
     if is_plain(value):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     kind = type(value).__name__
     if value is None:
         return "None"
     if isinstance(value, int) and value.bit_length() > 64:
-        return f"an int of {value.bit_length()} bits"  # Python refuses to print the largest ones
+        return f"an int of {value.bit_length()} bits"  # Python refuses to print the largest ints
     if type(value) in (list, tuple, dict):
         return f"a {kind} of {len(value)}"
     if type(value) in (str, bytes):
@@ -56,21 +58,22 @@ def describe(value: Any) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether ``value`` is a tensor whose elements lie in its memory as its shape and strides say."""
+    """Return whether ``value`` is a tensor whose elements lie in its memory as its shape and strides describe."""
     if not isinstance(value, torch.Tensor) or not _is_plain_type(type(value)):
         return False
     return not (value.layout is not torch.strided or value.is_nested or _unread(value))
 
 
 def _is_plain_type(kind: Any) -> bool:
-    """Tell whether tensors of a class answer for themselves: fake and distributed tensors, for two, do not."""
+    """Return whether tensors of a class have plain memory; fake and distributed tensors, for example, do not."""
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     dispatches = kind.__torch_dispatch__ is not _TENSOR.__torch_dispatch__
     return kind is torch.Tensor or (function in TORCH_FUNCTIONS and not dispatches)
 
 
 def _unread(value: torch.Tensor) -> str:
-    """Say what a kernel that reads a strided tensor's memory would not see; empty where there is no such thing."""
+    """Return the property that hides a strided tensor's values from a kernel that reads its memory, or an empty
+    string."""
     if is_functorch_wrapped_tensor(value):
         return "one of torch.vmap or torch.func, which no kernel can read"
     if value.is_quantized:
@@ -83,8 +86,7 @@ def _unread(value: torch.Tensor) -> str:
 
 
 def tensor(name: str, value: Any, kinds: str = "a torch.Tensor") -> torch.Tensor:
-    """Return ``value`` as a strided tensor with memory of its own. ``kinds`` is for the message: what the argument may
-    be."""
+    """Return ``value`` as a strided tensor with its own memory. ``kinds`` lists the allowed types in the message."""
     unread_tensor(name, value, kinds)
     if not _is_plain_type(type(value)):
         raise ValueError(
@@ -105,13 +107,13 @@ def tensor(name: str, value: Any, kinds: str = "a torch.Tensor") -> torch.Tensor
 
 
 def unread_tensor(name: str, value: Any, kinds: str = "a torch.Tensor") -> None:
-    """``value`` is a tensor of whatever kind, because nothing looks at it."""
+    """Check that ``value`` is a tensor of any type, because no kernel reads it."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
 
 
 def _end_bytes(value: torch.Tensor) -> int:
-    """Count the bytes from the beginning of the storage to the end of the last element."""
+    """Return the bytes from the start of the storage to the end of the last element."""
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return (int(value.storage_offset()) + reach + 1) * value.element_size()
 
@@ -125,19 +127,19 @@ def main_tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def dtype(name: str, value: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
-    """The dtype is one of ``allowed``."""
+    """Check that the dtype is one of ``allowed``."""
     if value.dtype not in allowed:
         raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {value.dtype}")
 
 
 def device(name: str, value: torch.Tensor, expected: torch.device) -> None:
-    """The tensor is on ``expected``."""
+    """Check that the tensor is on ``expected``."""
     if value.device != expected:
         raise ValueError(f"{name} must be on {expected}, the device of the query, got {value.device}")
 
 
 def shape(name: str, value: torch.Tensor, *dims: tuple[str, int | None], hint: str = "") -> None:
-    """The shape is ``dims``: pairs of a dimension's name and its size, None for any size. ``hint`` ends the message."""
+    """Check the shape against ``dims``, pairs of (name, size or None for any size). ``hint`` ends the message."""
     got = tuple(value.shape)
     if len(got) != len(dims) or any(want not in (None, size) for size, (_, want) in zip(got, dims, strict=True)):
         text = ", ".join(label if want is None else f"{label}={want}" for label, want in dims)
@@ -145,22 +147,22 @@ def shape(name: str, value: torch.Tensor, *dims: tuple[str, int | None], hint: s
 
 
 def unit_stride(name: str, value: torch.Tensor) -> None:
-    """Neighbours in the last dimension are neighbours in memory."""
+    """Check that the last dimension is contiguous."""
     if value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {value.stride()}")
 
 
 def tma_readable(name: str, value: torch.Tensor) -> None:
-    """TMA can address the tensor: unit last stride, 16-byte base address and strides."""
+    """Check that TMA can address the tensor: unit last stride, 16-byte aligned address and strides."""
     violation = tma_violation(value, name)
     if violation is not None:
         raise ValueError(violation)
 
 
 def host_int(name: str, value: Any, minimum: int = 0, maximum: int = INT32_MAX) -> int:
-    """Return ``value`` as an int on the host; anything with ``__index__`` but a bool or a tensor."""
+    """Return ``value`` as an int on the host. Any type with ``__index__`` is allowed, except bools and tensors."""
     if isinstance(value, (bool, torch.Tensor)):
-        # A tensor has __index__ too, but using it would wait for the device
+        # A tensor has __index__ too, but calling it would wait for the device
         raise TypeError(f"{name} must be an int, got {describe(value)}")
     try:
         number = operator.index(value)
@@ -172,11 +174,11 @@ def host_int(name: str, value: Any, minimum: int = 0, maximum: int = INT32_MAX) 
 
 
 def host_float(name: str, value: Any, minimum: float | None = None, kinds: str = "a float") -> float:
-    """Return ``value`` as a finite float on the host. ``kinds`` is for the message: what the argument may be."""
+    """Return ``value`` as a finite float on the host. ``kinds`` lists the allowed types in the message."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     try:
-        number = float(value) + 0.0  # -0.0 becomes 0.0, as the two compare equal in repeated calls
+        number = float(value) + 0.0  # -0.0 becomes 0.0, because the two compare equal in repeated calls
     except OverflowError:
         number = math.inf
     if not abs(number) <= FLOAT32_MAX:
@@ -192,7 +194,7 @@ def optional_float(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any, kinds: str = "True or False") -> bool:
-    """Return ``value`` as a bool. ``kinds`` is for the message: what the argument may be."""
+    """Return ``value`` as a bool. ``kinds`` lists the allowed types in the message."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     return value
@@ -215,7 +217,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
 def scale(name: str, value: Any, on: torch.device, minimum: float | None = None) -> float | torch.Tensor:
     """Check and return a scale: a host float, or one float32 value on the device, which stays there.
 
-    A one-element tensor on the host is read here, which is why it is the slow path.
+    A one-element tensor on the host is read here, which makes it the slow path.
     """
     if isinstance(value, torch.Tensor):
         tensor(name, value)
@@ -232,12 +234,12 @@ def scale(name: str, value: Any, on: torch.device, minimum: float | None = None)
 
 
 def is_natural(name: str, value: Any) -> bool:
-    """Tell whether a base of logarithms, "log2" or "ln", is e."""
+    """Return whether a base of logarithms, "log2" or "ln", is e."""
     return choice(name, value, ("log2", "ln")) == "ln"
 
 
 def backend_name(value: Any) -> None:
-    """``backend`` is a string or None; any will do, because there is one implementation."""
+    """Check that ``backend`` is a string or None. Every string is allowed, because there is one implementation."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"backend must be a str or None, got {describe(value)}")
 
@@ -254,8 +256,7 @@ def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int],
 
 
 def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
-    """Check and return attention sinks: one float32 or bfloat16 logit per query head, as a tensor or as a list of
-    exactly one tensor."""
+    """Check and return attention sinks: one float32 or bfloat16 logit per query head, as a tensor or a list of one."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
@@ -279,7 +280,7 @@ def index_tensor(name: str, value: Any, on: torch.device) -> torch.Tensor:
 
 
 def lengths(name: str, value: Any, batch: int, on: torch.device) -> torch.Tensor:
-    """Return one length for each request, of whatever shape, as [batch]."""
+    """Return one length for each request as [batch], from a tensor of any shape."""
     return sequence_lengths(index_tensor(name, value, on), batch, name)
 
 
@@ -291,7 +292,7 @@ def cumulative(name: str, value: Any, batch: int, on: torch.device) -> TokenOffs
 def offsets(
     name: str, value: Any, batch: int, token_elements: int, tokens: int, on: torch.device
 ) -> TokenOffsets | None:
-    """Read the starts of requests in elements of a tensor of so many ``tokens``, ``token_elements`` each."""
+    """Read the starts of requests in elements of a tensor of ``tokens`` tokens with ``token_elements`` each."""
     if value is None:
         return None
     starts = element_offsets(index_tensor(name, value, on), batch, token_elements, name)
@@ -306,8 +307,10 @@ def offsets(
 def page_table(
     value: Any, batch: int, on: torch.device, *, shared: bool = True, batch_source: str = "batch_size"
 ) -> PageTable:
-    """Read ``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own. ``batch_source`` tells for
-    messages how ``batch`` follows from other arguments."""
+    """Read ``block_tables``: 2-D with ids shared by K and V, or 3-D with separate ids.
+
+    ``batch_source`` describes in messages how ``batch`` follows from other arguments.
+    """
     table = index_tensor("block_tables", value, on)
     if table.dim() and table.shape[0] != batch:
         raise ValueError(f"block_tables must have {batch} rows ({batch_source}), got shape {tuple(table.shape)}")
@@ -315,7 +318,7 @@ def page_table(
 
 
 def capacity(table: PageTable, page_size: int) -> int:
-    """Say how many tokens of a request ``block_tables`` has room for."""
+    """Return the most tokens of a request that ``block_tables`` has room for."""
     pages = table.key.shape[1]
     if pages * page_size > MAX_KEYS:
         raise ValueError(
@@ -326,33 +329,35 @@ def capacity(table: PageTable, page_size: int) -> int:
 
 
 def page_size(name: str, size: int) -> None:
-    """Pages of the cache ``name`` have at least one token."""
+    """Check that pages of the cache ``name`` have at least one token."""
     if size < 1:
         raise ValueError(f"{name} must have a page size of at least 1, got {size}")
 
 
 def power_of_two(name: str, number: int) -> None:
-    """``number`` is 1, 2, 4, ..."""
+    """Check that ``number`` is 1, 2, 4, ..."""
     if number < 1 or number & (number - 1):
         raise ValueError(f"{name} must be a power of two, got {number}")
 
 
 def layout_hint(heads: int, key: torch.Tensor, other: str, page_multiple: int = 1) -> str:
-    """Return the end of a message about the shape of ``key`` [pages, kv_heads, page_size, head_dim]: it names the
-    ``other`` layout, which swaps kv_heads and page_size, where the shape fits that one."""
+    """Return the end of a message about the shape of ``key`` [pages, kv_heads, page_size, head_dim].
+
+    It names the ``other`` layout, which swaps kv_heads and page_size, if the shape fits that layout.
+    """
     _, page_size, kv_heads, _ = key.shape
     fits = kv_heads > 0 and page_size > 0 and heads % kv_heads == 0 and page_size % page_multiple == 0
     return f"; the shape fits {other}" if fits else ""
 
 
 def grouped_heads(heads: int, key: torch.Tensor, kv_name: str, other: str = "") -> None:
-    """Every KV head of ``key`` [pages, kv_heads, page_size, head_dim] serves the same number of query heads.
+    """Check that every KV head of ``key`` [pages, kv_heads, page_size, head_dim] serves equally many query heads.
 
     Args:
         heads: query heads.
         key: the keys.
-        kv_name: the argument that the keys come in.
-        other: the layout that swaps kv_heads and page_size, for the message; empty where there is none.
+        kv_name: the argument that contains the keys.
+        other: the layout that swaps kv_heads and page_size, for the message; empty if there is none.
     """
     kv_heads = key.shape[1]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
@@ -364,7 +369,7 @@ def grouped_heads(heads: int, key: torch.Tensor, kv_name: str, other: str = "") 
 
 
 def stored_in(name: str, value: torch.Tensor, at_once: int) -> None:
-    """Kernels can store ``at_once`` bytes at a time: unit last stride, address and strides in multiples of them."""
+    """Check that kernels can store ``at_once`` bytes at a time: unit last stride, aligned address and other strides."""
     steps = [stride for size, stride in zip(value.shape[:-1], value.stride(), strict=False) if size != 1]
     addresses = (value.data_ptr(), *(stride * value.element_size() for stride in steps))
     if value.stride(-1) != 1 or any(address % at_once for address in addresses):
@@ -377,8 +382,11 @@ def stored_in(name: str, value: torch.Tensor, at_once: int) -> None:
 def output(
     name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device, at_once: int = 0
 ) -> torch.Tensor:
-    """Check and return a preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share
-    memory; kernels store ``at_once`` bytes at a time, or what TMA can address where it is 0."""
+    """Check and return a preallocated [tokens, heads, dim] output.
+
+    Strides are free if no two rows share memory. Kernels store ``at_once`` bytes at a time; with 0 they store with TMA,
+    which must be able to address the output.
+    """
     checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *zip(("tokens", "heads", "head_dim"), sizes, strict=True))
     dtype(name, checked, (of,))
@@ -415,11 +423,11 @@ def output_dtype(
     Args:
         given: the argument called ``name``.
         out: the tensor to write into, or None.
-        default: the dtype where neither is given.
+        default: the dtype if neither is given.
         allowed: the dtypes that kernels store.
         inputs: the inputs that ``allowed`` depends on, for the message.
-        name: the argument that asks for a dtype.
-        names: the strings that ``name`` may be in place of a dtype, for the message, or None where there are none.
+        name: the argument that selects a dtype.
+        names: the strings that ``name`` allows in place of a dtype, for the message, or "None" if there are none.
     """
     if given is not None and not isinstance(given, torch.dtype):
         error = ValueError if isinstance(given, str) and names != "None" else TypeError
@@ -436,17 +444,17 @@ def output_dtype(
 
 
 def allocated(out: torch.Tensor | None, query: torch.Tensor, v_dim: int, of: torch.dtype) -> torch.Tensor | None:
-    """Return ``out``, or a new tensor where the launch's own allocation (in the dtype of the query) would not do."""
+    """Return ``out``, or a new tensor if the launch's own allocation, in the query's dtype, has the wrong dtype."""
     if out is not None or of == query.dtype:
         return out
     return torch.empty((*query.shape[:-1], v_dim), dtype=of, device=query.device)
 
 
 def disjoint(name: str, written: torch.Tensor, others: Iterable[tuple[str, torch.Tensor | None]]) -> None:
-    """``written`` shares no memory with any of ``others``.
+    """Check that ``written`` shares no memory with any of ``others``.
 
-    Tensors that interleave in one buffer, such as two halves of its last dimension, are apart: where every outer stride
-    of both is a multiple of some g, it is enough that their rows are apart modulo g.
+    Tensors may interleave in one buffer, such as two halves of its last dimension. If every outer stride of both is a
+    multiple of some g, it suffices that their rows are disjoint modulo g.
     """
     if written.numel() == 0:
         return
@@ -464,8 +472,8 @@ def disjoint(name: str, written: torch.Tensor, others: Iterable[tuple[str, torch
 
 
 def _extent(value: torch.Tensor) -> tuple[int, int, int, list[int]]:
-    """Return the first byte, the one past the last, the bytes of an innermost partial without gaps, and the strides
-    between such partials."""
+    """Return the first byte, the byte past the last, the bytes of an innermost gapless run, and the strides between
+    runs."""
     size = value.element_size()
     steps = [(n, stride * size) for n, stride in zip(value.shape, value.stride(), strict=True) if n > 1]
     start = value.data_ptr()

@@ -1,4 +1,4 @@
-"""Arguments of ``trtllm_batch_context_with_kv_cache``: checked, and reduced to an AttentionProblem."""
+"""Check the arguments of ``trtllm_batch_context_with_kv_cache`` and convert them to an AttentionProblem."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class ContextCall(NamedTuple):
     backend: str | None
     use_fp16_softmax: bool | None
     uses_spcompress: bool | None
-    query_dtype: torch.dtype | None  # of the caller's query, where ``query`` has been dequantized
+    query_dtype: torch.dtype | None  # of the caller's query, if ``query`` is a dequantized copy
 
 
 @dataclass(frozen=True)
 class _Output:
-    """The requested output: the tensor given for it, if any, and its dtype; NVFP4 is uint8 data plus scales."""
+    """The requested output: the given tensor, if any, and its dtype. NVFP4 is uint8 data and scales."""
 
     tensor: torch.Tensor | None
     dtype: torch.dtype
@@ -124,7 +124,7 @@ def _nvfp4_output(
 
 
 def _output(call: ContextCall, v_dim: int) -> _Output:
-    """Return the output that is asked for."""
+    """Return the requested output."""
     query, out, out_dtype = call.query, call.out, call.out_dtype
     o_sf_scale, o_sf_vec_size, query_dtype = call.o_sf_scale, call.o_sf_vec_size, call.query_dtype or query.dtype
     sizes = (*query.shape[:-1], v_dim)
@@ -154,16 +154,18 @@ def _check_query(query: Any) -> None:
 
 
 def dequantized_query(query: torch.Tensor) -> torch.Tensor:
-    """Return e4m3 queries over an NVFP4 cache as float16, which holds all of their values, where kernels do not
-    dequantize them: that is what they multiply with NVFP4 elements times their scales, which e4m3 does not hold."""
-    _check_query(query)  # a copy has none of the faults that are looked for
+    """Return e4m3 queries over an NVFP4 cache as float16, or unchanged if kernels dequantize them.
+
+    float16 holds all e4m3 values. The products need it, because e4m3 does not hold NVFP4 elements times their scales.
+    """
+    _check_query(query)  # before the copy, which would hide faults of the original
     if registry.can_dequantize_q(support.arch_of(query.device)):
         return query
     return query.to(torch.float16)
 
 
 def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:
-    """Return the scales of the cache, with the one of their two names that the caller used."""
+    """Return the block scales of the cache, and the one of their two names that the caller used."""
     if kv_cache_sf is None:
         return "kv_block_scales", kv_block_scales
     if not isinstance(kv_cache_sf, (torch.Tensor, tuple, list)):
@@ -183,7 +185,7 @@ def _mask(causal: Any, window_left: Any) -> Mask:
 
 
 def _kv(call: ContextCall, shared: bool) -> tuple[_cache.PagedCache, BlockScales | None, Inputs]:
-    """Return K and V, their block scales, and the scales under the name that the caller gave them."""
+    """Return K and V, their block scales, and the scales under the caller's name for them."""
     kv_dtypes = (call.query.dtype, checks.FP8, torch.uint8)
     cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
     if cache.is_nvfp4:
@@ -208,14 +210,14 @@ def _log_sum_exp(call: ContextCall, output: _Output, inputs: Inputs) -> LogSumEx
 
 
 def _require(call: ContextCall, arch: str) -> None:
-    """Refuse what no problem says, and no kernel does."""
+    """Refuse arguments that no problem can express and no kernel supports."""
     for name in ("use_fp16_softmax", "uses_spcompress"):
         if checks.optional_flag(name, getattr(call, name)):
             features.require(support.CONTEXT, name.removeprefix("use_").removeprefix("uses_"), f"{name}=True", arch)
 
 
 def context_problem(call: ContextCall) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    """Check every argument, refuse calls without a kernel, and return the problem. No device memory is read."""
     query = call.query
     _check_query(query)
     on = query.device
@@ -228,7 +230,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
     table = checks.page_table(call.block_tables, batch, on, shared=shared)
     kv_lens = checks.lengths("seq_lens", call.seq_lens, batch, on)
     q_offsets = checks.cumulative("cum_seq_lens_q", call.cum_seq_lens_q, batch, on)
-    # Callers pass page counts or other lengths here, and the KV lengths are in seq_lens: only its type can be checked
+    # Callers pass page counts or other lengths here. The KV lengths are in seq_lens, so only the type can be checked.
     checks.index_tensor("cum_seq_lens_kv", call.cum_seq_lens_kv, on)
     max_q_len = checks.host_int("max_q_len", call.max_q_len)
     max_kv_len = checks.host_int("max_kv_len", call.max_kv_len)
@@ -269,7 +271,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
         value=cache.value,
         out=checks.allocated(output.tensor, query, cache.v_dim, output.dtype),
         batch=batch,
-        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
+        max_q_len=min(max(max_q_len, 1), tokens),  # a wrong bound of 0 must not leave results unwritten
         max_kv_len=min(max_kv_len, checks.capacity(table, cache.page_size)),
         q_offsets=q_offsets,
         kv_lens=kv_lens,

@@ -1,4 +1,4 @@
-"""Arguments of ``cudnn_batch_prefill_with_kv_cache``: checked, and reduced to an AttentionProblem."""
+"""Check the arguments of ``cudnn_batch_prefill_with_kv_cache`` and convert them to an AttentionProblem."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hopwell.kernels.problem import (
 from hopwell.layouts import KVLayout, KVViews, ragged_kv_views, separate_kv_views
 
 KV_NAMES = ("k_cache", "v_cache")
-OR_TOKENS = "a torch.Tensor, or None where batch_offsets_{} counts tokens"  # the lengths that a call may give
-SCALE_PRODUCT = "scale * q_scale * k_scale"  # messages' name of the factor that kernels read
+OR_TOKENS = "a torch.Tensor, or None where batch_offsets_{} counts tokens"  # allowed forms of the lengths
+SCALE_PRODUCT = "scale * q_scale * k_scale"  # name in messages of the factor that kernels read
 
 
 class CudnnCall(NamedTuple):
@@ -58,7 +58,7 @@ class CudnnCall(NamedTuple):
     batch_offsets_units: str
     o_data_type: torch.dtype | None
     lse_base: str
-    output_scale: float | torch.Tensor  # v_scale; ``scale`` has q_scale and k_scale in it
+    output_scale: float | torch.Tensor  # v_scale; ``scale`` includes q_scale and k_scale
 
 
 def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
@@ -91,15 +91,17 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
 
 
 def _token_elements(ragged: torch.Tensor) -> int:
-    """Count the elements of storage from one token of a ragged tensor to the next, which element offsets count: three
-    times heads * head_dim where query, key and value are slices of one fused tensor."""
+    """Return the elements of storage between consecutive tokens of a ragged tensor, the unit of element offsets.
+
+    They are 3 * heads * head_dim if query, key and value are slices of one fused tensor.
+    """
     tokens, *token = ragged.shape
     stride = ragged.stride(0) if tokens > 1 else 0
-    return stride or math.prod(token)  # a single token, or one token's data for all, may have any stride
+    return stride or math.prod(token)  # any stride is valid for a single token, or for one token's data for all
 
 
 def _batch(actual_seq_lens_q: Any, batch_offsets_q: Any, in_tokens: bool) -> int:
-    """Return the batch size, which this entry has no argument for."""
+    """Return the batch size, for which this entry has no argument."""
     if actual_seq_lens_q is None and in_tokens and batch_offsets_q is not None:
         return max(checks.tensor("batch_offsets_q", batch_offsets_q).numel() - 1, 0)
     return checks.tensor("actual_seq_lens_q", actual_seq_lens_q, OR_TOKENS.format("q")).numel()
@@ -120,7 +122,7 @@ def _lengths(of: str, value: Any, batch: int, on: torch.device, graphs: bool) ->
 
 
 def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None]) -> None:
-    """Offsets come in pairs: without them only a single request can be located, at token 0."""
+    """Check that offsets come in pairs. Without them only a single request can be located, at token 0."""
     if batch > 1 and (given["batch_offsets_q"] is None or given["batch_offsets_o"] is None):
         raise ValueError(
             f"batch_offsets_q and batch_offsets_o are required for more than one request (batch size {batch}): they "
@@ -144,20 +146,20 @@ def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None
 def _request_lengths(
     call: CudnnCall, batch: int, in_tokens: bool, on: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the lengths of queries and keys; None where offsets say them."""
+    """Return the lengths of queries and of keys; None if offsets give them."""
     graphs = call.is_cuda_graph_compatible
     q_lens = kv_lens = None
     if call.actual_seq_lens_q is not None or not in_tokens or call.batch_offsets_q is None:
         q_lens = _lengths("q", call.actual_seq_lens_q, batch, on, graphs)
     if call.actual_seq_lens_kv is not None or not in_tokens or call.batch_offsets_k is None:
         kv_lens = _lengths("kv", call.actual_seq_lens_kv, batch, on, graphs)
-    else:  # the last key of the last request is where a further one would start
+    else:  # the end of the last request is the start of a further one
         checks.cumulative("batch_offsets_k", call.batch_offsets_k, batch, on)
     return q_lens, kv_lens
 
 
 def _starts(call: CudnnCall, batch: int, in_tokens: bool, v_dim: int) -> dict[str, TokenOffsets | None]:
-    """Say where requests start in each tensor."""
+    """Return the starts of requests in each tensor."""
     tokens, heads, _ = call.q.shape
     out_elements = heads * v_dim if call.out is None else _token_elements(call.out)
     starts = {
@@ -188,10 +190,10 @@ def _check_lse(call: CudnnCall, sizes: tuple[int, int, int], starts: TokenOffset
 
 
 def cudnn_problem(call: CudnnCall) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
+    """Check every argument, refuse calls without a kernel, and return the problem. No device memory is read.
 
-    Where LSE is asked for, ``problem.lse.tensor`` has [batch, max_token_per_sequence, heads] elements, [*, heads] in
-    shape where ``batch_offsets_stats`` places them.
+    With ``return_lse``, ``problem.lse.tensor`` has [batch, max_token_per_sequence, heads] elements. Its shape is [*,
+    heads] if ``batch_offsets_stats`` gives the rows.
     """
     q = call.q
     checks.main_tensor("q", q)
@@ -252,7 +254,7 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
         value=value,
         out=checks.allocated(call.out, q, v_dim, out_dtype),
         batch=batch,
-        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
+        max_q_len=min(max(max_q_len, 1), tokens),  # a wrong bound of 0 must not leave results unwritten
         max_kv_len=min(max_kv_len, key.shape[2] if table is None else checks.capacity(table, key.shape[2])),
         q_offsets=starts["batch_offsets_q"],
         q_lens=q_lens,
@@ -271,7 +273,7 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
 
 
 def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
-    """Return the factors on q k^T and on the output, where the scales of quantised inputs are taken into account.
+    """Return the factors on q k^T and on the output, with the scales of quantised inputs included.
 
     Scales are multiplied on the device, so that they may change under a CUDA graph.
     """
@@ -284,7 +286,7 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
         if q.dtype != checks.FP8:
             raise ValueError(f"{name} must be None for q of {q.dtype}: it scales {checks.FP8} inputs")
         given[name] = checks.scale(name, factor, on)
-    if _device_data.is_enabled():  # the product would not tell which of them is wrong
+    if _device_data.is_enabled():  # the product would not show which factor is wrong
         tensors = ((name, factor) for name, factor in given.items() if isinstance(factor, torch.Tensor))
         _device_data.check((scale_rule(name, factor) for name, factor in tensors), on)
     product = checks.host_float("scale", scale, minimum=0.0)
@@ -294,11 +296,10 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
 
 
 def _padded_rows(sizes: tuple[int, int, int], tokens: int, on: torch.device) -> torch.Tensor:
-    """Allocate memory for the log-sum-exp of [batch, max_token_per_sequence, num_heads], whose bound is the
-    caller's."""
+    """Allocate the log-sum-exp of [batch, max_token_per_sequence, num_heads]; the caller's bound sets its size."""
     try:
         return torch.empty(sizes, dtype=torch.float32, device=on)
-    except RuntimeError as error:  # also torch.OutOfMemoryError, which others catch where the bound is not to blame
+    except RuntimeError as error:  # includes torch.OutOfMemoryError, re-raised unless the bound is to blame
         if sizes[1] <= tokens:
             raise
         raise ValueError(

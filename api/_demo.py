@@ -15,9 +15,9 @@ from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels import support
 from hopwell.mla import mla_workspace_bytes
 
-MAX_ERROR = 8e-3  # relative to the largest output; one key too many or too few among few hundred costs more
-CHECKED_ROWS = 64  # of each request, the last ones
-TOPK = 5  # requests
+MAX_ERROR = 8e-3  # relative to the largest output; one wrong key among a few hundred causes a larger error
+CHECKED_ROWS = 64  # last rows of each request
+TOPK = 5  # requests listed in the description
 
 
 class Batch(ABC):
@@ -29,7 +29,7 @@ class Batch(ABC):
     V_HEAD_DIM: ClassVar[int]
     SCALE: ClassVar[float]  # of the logits
     STACKED: ClassVar[tuple[int, ...]]  # sizes of the cache between pages and KV heads
-    CACHE: ClassVar[str]  # what the sizes of the cache are
+    CACHE: ClassVar[str]  # names of the cache's sizes
 
     def __init__(self, device: str, kv_lens: list[int], heads: int, kv_heads: int = 1, q_lens: list[int] | None = None):
         self.device, self.kv_lens, self.heads, self.kv_heads = device, kv_lens, heads, kv_heads
@@ -53,7 +53,7 @@ class Batch(ABC):
         self.workspace = torch.empty(self.workspace_bytes(), dtype=torch.uint8, device=device)
 
     def capacity(self) -> int:
-        """Say how many tokens a row of the page table has room for."""
+        """Return the most tokens that a row of the page table has room for."""
         return self.PAGE_SIZE * self.block_tables.shape[1]
 
     @abstractmethod
@@ -64,13 +64,12 @@ class Batch(ABC):
 
     @abstractmethod
     def key_and_value(self, cached: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both as [kv_heads, tokens, dim], from what the cache holds of a request, [..., kv_heads, tokens,
+        """Return K and V as [kv_heads, tokens, dim], from a request's part of the cache [..., kv_heads, tokens,
         dim]."""
 
     def error(self, out: torch.Tensor) -> float:
-        """Return the largest difference from float64 in the last rows of each request, relative to the largest
-        output."""
-        out = out.view(-1, self.heads, self.V_HEAD_DIM)  # that of MLA has a dimension more
+        """Return the largest difference from float64 in each request's last rows, relative to the largest output."""
+        out = out.view(-1, self.heads, self.V_HEAD_DIM)  # MLA outputs have one more dimension
         worst = largest = 0.0
         for index, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             rows = min(q_len, CHECKED_ROWS)
@@ -90,7 +89,7 @@ class Batch(ABC):
         return worst / largest
 
     def rate(self, milliseconds: float) -> str:
-        """Return the multiplications and additions of both matrix products in a second, visible keys only."""
+        """Return the multiplications and additions per second of both matrix products, counting visible keys only."""
         visible = sum(q * (kv - q) + q * (q + 1) / 2 for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
         return f"{2.0 * self.heads * (self.HEAD_DIM + self.V_HEAD_DIM) * visible / milliseconds / 1e9:.0f} TFLOP/s"
 
@@ -143,7 +142,7 @@ class Prefill(KeysAndValues):
             cum_seq_lens_kv=self.starts,
             out=out,
         )
-        assert isinstance(result, torch.Tensor)  # no NVFP4 output was asked for
+        assert isinstance(result, torch.Tensor)  # the call requests no NVFP4 output
         return result
 
 
@@ -165,17 +164,17 @@ class Decode(KeysAndValues):
             out=out,
             kv_layout="HND",
         )
-        assert isinstance(result, torch.Tensor)  # no log-sum-exp was asked for
+        assert isinstance(result, torch.Tensor)  # the call requests no log-sum-exp
         return result
 
     def rate(self, milliseconds: float) -> str:
-        """Return the bytes of keys and values in a second."""
+        """Return the bytes of keys and values per second."""
         octets = sum(self.kv_lens) * self.kv_heads * (self.HEAD_DIM + self.V_HEAD_DIM) * self.kv_cache.element_size()
         return f"{octets / milliseconds / 1e6:.0f} GB/s of keys and values"
 
 
 class MlaDecode(Batch):
-    """All heads share the key of a token, whose first columns are its value."""
+    """MLA decode: all heads share the key of a token, whose first columns are its value."""
 
     ENTRY = "trtllm_batch_decode_with_kv_cache_mla"
     PAGE_SIZE = 64
@@ -206,12 +205,12 @@ class MlaDecode(Batch):
             out=out,
             bmm1_scale=self.SCALE,
         )
-        assert isinstance(result, torch.Tensor)  # no log-sum-exp was asked for
+        assert isinstance(result, torch.Tensor)  # the call requests no log-sum-exp
         return result
 
 
 def run(device: str | None) -> int:
-    """Run the demonstration on ``device`` ("cuda", "cpu", None for what there is); returns the exit status."""
+    """Run the demonstration on ``device`` ("cuda", "cpu", None for whichever exists) and return the exit status."""
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("--device cuda needs a GPU, and torch finds none; --device cpu runs on the emulator")
     on_gpu = _gpu_has_kernels() if device is None else device == "cuda"
@@ -219,7 +218,7 @@ def run(device: str | None) -> int:
 
 
 def _gpu_has_kernels() -> bool:
-    """Tell whether there is a GPU of an architecture that any kernel is for."""
+    """Return whether there is a GPU whose architecture has kernels."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -231,15 +230,15 @@ def _gpu_has_kernels() -> bool:
 
 def _on_gpu() -> int:
     print(torch.cuda.get_device_name(), flush=True)
-    # A Llama-3-8B layer attends to prompts, of which one continues after a cached prefix, and then to steps; so does a
-    # DeepSeek-V3 layer to steps.
+    # A Llama-3-8B layer: prompts, one of which continues after a cached prefix, and then decode steps. A DeepSeek-V3
+    # layer: decode steps.
     prompts = Prefill("cuda", [8192, 4096, 4096, 2000, 9000], 32, 8, q_lens=[8192, 4096, 4096, 2000, 1000])
     kv_lens = [*range(1000, 9000, 125)]
     return _show(_time, prompts, Decode("cuda", kv_lens, 32, 8), MlaDecode("cuda", kv_lens, 128))
 
 
 def _show(show: Callable[[Batch], int], *batches: Batch) -> int:
-    """Show each batch; one that no kernel serves on this architecture is no failure. Returns the exit status."""
+    """Show each batch and return the exit status. A batch without a kernel on this architecture is no failure."""
     status = 0
     for batch in batches:
         print(batch.describe(), flush=True)

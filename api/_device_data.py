@@ -1,4 +1,4 @@
-"""Whether launches look at device data first: lengths, tables, offsets, lists and scales."""
+"""The switch for checks of device data before launches: lengths, tables, offsets, top-k indices and scales."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from hopwell.kernels.launch.tickets import is_capturing
 
 
 def check_device_data(enable: bool) -> None:
-    """Look at the device data of every call before its launch, or stop doing so; in place of ``HOPWELL_CHECK``.
+    """Check the device data of every call before its launch, or stop doing so; overrides ``HOPWELL_CHECK``.
 
-    Lengths, tables, offsets, lists of tokens and scales on the device are compared there with what the call's shapes
-    allow, and so is the place that ``append_paged_kv_cache`` writes each new token to; of scales in a cache, those of
-    tokens that are read. The host waits once for the outcome, and a ValueError
-    names the argument, the index and the value. It is the first thing to try where a result looks wrong. While it is
-    on, every call goes through all other checks as well; while it is off, it costs nothing. Launches that a CUDA graph
-    captures are not looked at, as nothing can wait there.
+    The check compares lengths, tables, offsets, top-k indices and scales on the device with the limits of the call's
+    shapes. It also checks the destination of each new token of ``append_paged_kv_cache``. Scales in a cache are checked
+    only for tokens that are read. The host waits once for the outcome, and a ValueError names the argument, the index
+    and the value.
+
+    This is the first thing to try if a result looks wrong. While it is on, every call also goes through all other
+    checks. While it is off, it costs nothing. Launches captured by a CUDA graph are not checked, because nothing can
+    wait during a capture.
 
     Args:
-        enable: whether to look.
+        enable: whether to check.
 
     Raises:
-        TypeError: ``enable`` is no bool.
+        TypeError: ``enable`` is not a bool.
     """
     settings.CHECK.set(checks.flag("enable", enable))
     forget_calls()
 
 
 def is_enabled() -> bool:
-    """Tell whether device data is looked at."""
+    """Return whether device data is checked."""
     return settings.CHECK.is_on
 
 
 def check(rules: Iterable[Rule], on: torch.device, name: Callable[[str], str] = str) -> None:
-    """Raise a ValueError for the first element of device data that breaks one of ``rules``. ``name`` returns the
-    argument that an operand lies in. While a CUDA graph is captured there is no check."""
+    """Raise a ValueError for the first element of device data that breaks one of ``rules``.
+
+    ``name`` maps an operand to the argument that contains it. There is no check while a CUDA graph is captured.
+    """
     if on.type == "cuda" and is_capturing():
         return
     fault = first_fault(rules)

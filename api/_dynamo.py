@@ -1,4 +1,4 @@
-"""What ``torch.compile`` makes of a call: one graph break, and the call itself as it is without it."""
+"""Entry points under ``torch.compile``: each call is one graph break and runs unchanged."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 def opaque(function: _F) -> _F:
-    """Have Dynamo leave ``function``, and what it calls, alone.
+    """Exclude ``function`` and its callees from Dynamo.
 
-    ``torch.compiler.disable`` would wrap it, which takes as long as a part of a warm call, and import Dynamo. These two
-    marks are what it comes down to: callers do not trace into the function, and its frames are not compiled.
+    ``torch.compiler.disable`` would wrap the function, which costs a noticeable part of a warm call, and would import
+    Dynamo. The two marks set here have the same effect: callers do not trace into the function, and its frames are not
+    compiled.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    except ImportError:  # this torch has no such strategies; frames are tried
+    except ImportError:  # this torch has no such strategies and tries to compile the frames
         return function
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)

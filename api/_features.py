@@ -11,8 +11,8 @@ from hopwell.kernels.append.config import AppendProblem
 from hopwell.kernels.capability import features
 from hopwell.kernels.problem import AttentionProblem
 
-# Where arguments of a record ask for rows of the table, by the rows' keys. Rows of dtypes, sizes, caches and masks are
-# asked for by tensors, which messages describe.
+# Descriptions of the arguments that need a row of the table, by the row's key. Rows of dtypes, sizes, caches and masks
+# follow from tensors, which messages describe.
 SINKS, SCALES = {"sinks": "sinks given"}, {"tensor_scales": "scale given as a tensor"}
 
 
@@ -29,8 +29,8 @@ def require_problem(
         entry: name of the entry point.
         problem: the checked call.
         arch: architecture of the call.
-        arguments: the arguments that asked for rows of the table, by the keys of rows.
-        query_dtype: dtype of the caller's query, where the problem's query is a dequantized copy of it.
+        arguments: descriptions of arguments that need rows of the table, by the rows' keys.
+        query_dtype: dtype of the caller's query, if the problem's query is a dequantized copy.
     """
     row = features.lacking(entry, problem, arch)
     if row is not None:
@@ -40,7 +40,7 @@ def require_problem(
 
 
 def _described(problem: Any, query_dtype: torch.dtype | None) -> dict[str, str]:
-    """Return what messages say of a problem's tensors, by kinds of rows."""
+    """Return the descriptions of a problem's tensors for messages, by kinds of rows."""
     if isinstance(problem, AppendProblem):
         key, cache = problem.key, problem.key_cache
         dtypes, dims = f"append_key.dtype={key.dtype}, cache dtype={cache.dtype}", f"head_dim={key.shape[2]}"
@@ -58,7 +58,7 @@ def _described(problem: Any, query_dtype: torch.dtype | None) -> dict[str, str]:
 
 
 def named(call: Any, **arguments: str) -> dict[str, str]:
-    """Return ``argument=value`` of a record, by the keys of rows that these arguments ask for."""
+    """Return ``argument=value`` texts of a record's arguments, by the keys of the rows that they need."""
     values = {key: (name, getattr(call, name)) for key, name in arguments.items()}
     return {key: f"{name}={_short(value)}" for key, (name, value) in values.items()}
 

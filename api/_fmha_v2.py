@@ -1,4 +1,4 @@
-"""Arguments of ``trtllm_fmha_v2_prefill``: checked, and reduced to an AttentionProblem."""
+"""Check the arguments of ``trtllm_fmha_v2_prefill`` and convert them to an AttentionProblem."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ POSITION_ENCODINGS = ("none", "alibi")
 
 
 def _tensors(name: str, value: Any, depth: int = 2) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors in ``qkv`` with the names that messages give them; anything else is left to the layout's
-    check."""
+    """Return the tensors in ``qkv``, each with its name in messages. The layout's check handles everything else."""
     if isinstance(value, torch.Tensor):
         return [(name, checks.tensor(name, value))]
     if depth == 0 or not isinstance(value, (tuple, list)):
@@ -31,7 +30,7 @@ def _tensors(name: str, value: Any, depth: int = 2) -> list[tuple[str, torch.Ten
 
 
 def _other_layout(input_layout: str) -> str:
-    """Return the argument that asks for the other layout of pages, for messages; empty without pages."""
+    """Return the argument that selects the other page layout, for messages; empty without pages."""
     kv_layout = FmhaV2Layout(input_layout).kv_layout
     return "" if kv_layout is None else f"input_layout='Q_PAGED_KV_{kv_layout.other.value}'"
 
@@ -62,7 +61,7 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
 
 
 def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask:
-    """Return the mask. A window or a chunk takes effect whatever ``mask_mode`` says."""
+    """Return the mask. A window or a chunk takes effect under every ``mask_mode`` except "padding"."""
     mode = checks.choice("mask_mode", mask_mode.lower() if isinstance(mask_mode, str) else mask_mode, MASK_MODES)
     window = checks.host_int("window_left", window_left, minimum=-1)
     chunk = checks.host_int("chunked_attention_size", chunked_attention_size)
@@ -125,7 +124,7 @@ class FmhaV2Call(NamedTuple):
 
 
 def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    """Check every argument, refuse calls without a kernel, and return the problem. No device memory is read."""
     batch = checks.host_int("batch_size", call.batch_size)
     inputs = _inputs(call.qkv, call.input_layout, batch, call.block_tables)
     query, key, value, table = inputs.query, inputs.key, inputs.value, inputs.page_table
@@ -171,7 +170,7 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
         value=value,
         out=checks.allocated(call.out, query, v_dim, dtype),
         batch=batch,
-        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
+        max_q_len=min(max(max_q_len, 1), tokens),  # a wrong bound of 0 must not leave results unwritten
         max_kv_len=min(max_kv_len, capacity),
         q_offsets=q_offsets,
         kv_lens=None,
@@ -181,7 +180,7 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
         skip_softmax=skip_softmax,
         softmax_scale=softmax_scale,
         output_scale=output_scale,
-        # With pages they say how long each request is, not where it starts
+        # With pages the offsets only give the lengths of requests, not their starts.
         k_offsets=kv_offsets,
         v_offsets=kv_offsets if table is None else None,
         page_table=table,
@@ -202,8 +201,11 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
 
 
 def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
-    """Return the tensors that Q, K and V lie in, None for what is not told apart; and the bytes from K to V in a (K, V)
-    pool: page ids of both count from K, so this is part of the layout. What is malformed stays in one partial."""
+    """Return the tensors that contain Q, K and V, None for those inside another one, and the distance of a (K, V) pool.
+
+    The distance is the bytes from K to V: page ids of both count from K, so it is part of the layout. Malformed
+    arguments stay whole.
+    """
     if isinstance(qkv, (tuple, list)):
         if len(qkv) == 3 and qkv[1] is not None and qkv[2] is not None:
             return *qkv, None
@@ -217,7 +219,7 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
 
 
 def _distance(k: Any, v: Any) -> int | None:
-    """Return the bytes from K to V; None where they are no tensors, or have no memory."""
+    """Return the bytes from K to V; None if they are not tensors or have no memory."""
     if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return None
     try:
@@ -227,7 +229,7 @@ def _distance(k: Any, v: Any) -> int | None:
 
 
 FMHA_V2_OPERANDS = OperandMap(
-    # The fourth argument is no tensor: the distance of V from K in a pool.
+    # The fourth argument is not a tensor but the distance of V from K in a pool.
     tensors=("qkv", "qkv[1]", "qkv[2]", "pool", "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables", "sinks"),
     operands={
         "query": "qkv",

@@ -1,4 +1,4 @@
-"""Notice that no gradient flows through a call: hopwell is inference only."""
+"""Warning that no gradient flows through a call: hopwell is inference only."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 from hopwell.kernels.jit import settings
 from hopwell.utils import FP4Tensor
 
-UNUSED = ("workspace_buffer", "multi_ctas_kv_counter_buffer")  # their contents enter no result
+UNUSED = ("workspace_buffer", "multi_ctas_kv_counter_buffer")  # their contents do not affect results
 
 
 class Notice:
-    """The warning of one entry point, which is given once."""
+    """The warning of one entry point, given once."""
 
     def __init__(self) -> None:
         self._was_given = False
 
     def is_due(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether the warning has to be given before calls with these arguments are repeated."""
+        """Return whether the warning must be given before a call with these arguments is repeated."""
         if self._was_given or not torch.is_grad_enabled():
             return False
         return any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments)
 
     def give(self, arguments: Iterable[tuple[str, Any]]) -> None:
-        """Warn where a gradient is asked for through one of the checked ``arguments``, given by name.
+        """Warn if one of the checked ``arguments``, (name, value) pairs, requires a gradient.
 
         Raises:
-            ValueError: the same in place of the warning, where device data is checked (``HOPWELL_CHECK``).
+            ValueError: in place of the warning, if device data is checked (``HOPWELL_CHECK``).
         """
         if not torch.is_grad_enabled() or (self._was_given and not settings.CHECK.is_on):
             return
@@ -49,7 +49,7 @@ class Notice:
 
 
 def _frames_to_caller() -> int:
-    """Count the frames from the caller of this function to the code that calls an entry point."""
+    """Return the number of frames from the caller of this function to the code that calls an entry point."""
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("hopwell."):
         frame, count = frame.f_back, count + 1

@@ -1,12 +1,12 @@
-"""From an entry point's arguments to a launch; a call like one that has been checked before skips the checks.
+"""Launches of entry points: a call that is like an already checked call skips the checks.
 
-A call's key holds what the checks look at, besides addresses and storage sizes: shapes, strides, dtypes, devices and
-plain values. A call with a known key needs its operands' addresses and nothing else. The checks, which raise what there
-is to raise, are for the first call with a key, for a call that is too malformed to have one, and for a call whose
+A call's key holds everything that the checks look at, except addresses and storage sizes: shapes, strides, dtypes,
+devices and plain values. A call with a known key needs only its operands' addresses. The checks, which raise all
+errors, run for three kinds of calls: the first call with a key, a call too malformed to have a key, and a call whose
 addresses or storage sizes are not known to be good.
 
-Making and hashing a key takes longer than launching the kernel, and the layers of a model make the same few calls over
-and over. So the latest calls are recognised without one, see :mod:`hopwell._repeat`.
+Building and hashing a key takes longer than launching the kernel, and the layers of a model make the same few calls
+repeatedly. The latest calls are therefore recognised without a key, see :mod:`hopwell._repeat`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from hopwell.kernels.launch.device_data import rules_of
 from hopwell.kernels.launch.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 
-CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
+CAPACITY = 4096  # keys kept for each entry point; serving adds a few in each step, and all are cheap to rebuild
 RECENT = 4  # calls recognised without a key: models alternate between few kinds of layers
-# Stands among arguments for a bound of lengths that changes no result and that the checks accept, as serving engines
-# give another one in every step. Entry points write it out, because a function's call takes as long as ten comparisons.
+# Placeholder among the arguments for a valid bound of lengths that changes no result: serving engines give another
+# bound in every step. Entry points write the test inline, because a function call takes as long as ten comparisons.
 ANY_BOUND = object()
 
 # Types of plain values that never change. An object of another type may have another value in the next call.
@@ -48,46 +48,51 @@ _Call = TypeVar("_Call", bound=tuple[Any, ...])
 
 
 def halves(cache: Any) -> tuple[Any, Any]:
-    """Return K and V of a pair, and anything else with None. A pair of a tensor and None stays in one partial, as the
-    tensor alone is another argument."""
+    """Return K and V of a pair, or (cache, None) for anything else.
+
+    A pair of a tensor and None stays whole, because the tensor alone is a different argument.
+    """
     is_pair = isinstance(cache, (tuple, list)) and len(cache) == 2 and cache[1] is not None
     return tuple(cache) if is_pair else (cache, None)
 
 
 def call_arguments(kind: type[_Call], given: Mapping[str, Any]) -> _Call:
-    """Return the arguments of a call by their names: a named tuple of what is ``given``, the local variables of an
-    entry point or the fields of another such tuple. Repeated calls do without, which would take half as long as they
-    do."""
+    """Return the arguments of a call as the named tuple ``kind``.
+
+    ``given`` has them by name: the local variables of an entry point, or the fields of another such tuple. Repeated
+    calls do not build this tuple, which would add half of their time.
+    """
     return kind(**{name: given[name] for name in kind._fields if name in given})  # type: ignore[attr-defined]
 
 
 def single(sinks: Any) -> torch.Tensor | None:
-    """Return sinks that are given as a tensor, as a list of one, or not at all. What else there may be in a list is for
-    the checks."""
+    """Return sinks given as a tensor, as a list of one tensor, or as None. The checks handle all other lists."""
     is_list = isinstance(sinks, (list, tuple)) and len(sinks) == 1 and isinstance(sinks[0], torch.Tensor)
     return sinks[0] if is_list else sinks
 
 
 def _nothing(arguments: Arguments, out: Any, stats: Any) -> Results | None:
-    """Stand in for the latest call where there has been none."""
+    """Take the place of the latest call before there is one."""
     return None
 
 
 def _key(arguments: Arguments) -> Hashable:
-    """Return everything that the checks look at but addresses and storage sizes. Types count: 1, 1.0 and True are
-    equal."""
+    """Return everything that the checks look at, except addresses and storage sizes.
+
+    Types are included, because 1, 1.0 and True are equal.
+    """
     return tuple([metadata(a) if isinstance(a, torch.Tensor) else (type(a), a) for a in arguments])
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a plain value can never change. NumPy's scalars cannot; its arrays can, and have no hash."""
+    """Return whether a plain value can never change. NumPy scalars cannot; its arrays can, and have no hash."""
     kind = type(value)
     is_scalar = kind.__module__ == "numpy" and kind.__hash__ is not None
     return kind in CONSTANT_TYPES or is_scalar or isinstance(value, (type, enum.Enum))
 
 
 class Calls:
-    """The checked calls of one entry point, and in which of its arguments operands lie."""
+    """The checked calls of one entry point, and the arguments that contain the kernels' operands."""
 
     def __init__(self, operand_map: OperandMap) -> None:
         self.operand_map = operand_map
@@ -101,16 +106,19 @@ class Calls:
         self._checked, self._recent, self.latest = {}, (), _nothing
 
     def repeat(self, arguments: Arguments, out: Any, stats: Any = None) -> Results | None:
-        """Launch a call like one that has been checked, which ``latest`` did not recognise; None where there was none
-        like it, or where addresses have to be checked. ``out`` and ``stats`` are results to write into, if given.
-        Entry points ask ``latest`` themselves, as a call of this function takes a twentieth of the whole."""
+        """Launch a call that is like a checked call but that ``latest`` did not recognise.
+
+        Returns None if there is no such call or if addresses must be checked. ``out`` and ``stats`` are results to
+        write into, if given. Entry points call ``latest`` themselves, because a call of this function takes a twentieth
+        of the whole.
+        """
         for launch in self._recent[1:]:
             results = launch(arguments, out, stats)
             if results is not None:
                 return results
         try:
             found = self._checked.get(_key(arguments))
-        except (RuntimeError, TypeError):  # a tensor without strides, a value without a hash
+        except (RuntimeError, TypeError):  # a tensor without strides, or a value without a hash
             return None
         if found is None or self._gradients.is_due(arguments):
             return None
@@ -130,11 +138,11 @@ class Calls:
         rows: Sequence[int] = (),
         renamed: Mapping[str, str] | None = None,
     ) -> Results:
-        """Launch a problem that has just been checked, and remember it for calls with arguments like these.
+        """Launch a problem that was just checked, and remember it for calls with similar arguments.
 
         ``call`` is the named tuple of the same arguments. ``out`` and ``stats`` are the results as they are returned:
-        the output if given, and the log-sum-exp or the statistics if asked for. An output allocated here has the
-        problem's rows in dimensions of sizes ``rows``. ``renamed`` maps names of ``operand_map`` to the caller's.
+        the output if given, and the log-sum-exp or the statistics if requested. An output allocated here has the
+        problem's rows in dimensions of sizes ``rows``. ``renamed`` maps names of ``operand_map`` to the caller's names.
         """
         self.notice_gradients(call._asdict().items())
         looks = _device_data.is_enabled()
@@ -163,13 +171,13 @@ class Calls:
         return out, stats
 
     def notice_gradients(self, arguments: Iterable[tuple[str, Any]]) -> None:
-        """Warn in the first call that asks for a gradient through one of its ``arguments``, given by name."""
+        """Warn in the first call in which one of the ``arguments``, (name, value) pairs, requires a gradient."""
         self._gradients.give(arguments)
 
     def remember(self, call: CheckedCall, device: torch.device) -> None:
-        """Have calls like this one on ``device`` repeated."""
+        """Enable the repetition of calls like this one on ``device``."""
         for argument in call.arguments:
-            # A tensor elsewhere was copied or read, and has to be in each call.
+            # A tensor on another device was copied or read, which each call must repeat.
             if argument.device != device if isinstance(argument, torch.Tensor) else not _is_constant(argument):
                 return
         key = _key(call.arguments)

@@ -1,4 +1,4 @@
-"""Arguments of ``trtllm_batch_decode_with_kv_cache_mla``: checked, and reduced to an AttentionProblem."""
+"""Check the arguments of ``trtllm_batch_decode_with_kv_cache_mla`` and convert them to an AttentionProblem."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from hopwell.kernels.problem import (
 from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")
-SPARSE_BACKEND = "sparse"  # which serves lists alone
-NATURAL_BACKEND = "cute-dsl"  # whose log-sum-exps are natural, also in the calls that combine ranks
+SPARSE_BACKEND = "sparse"  # serves top-k indices only
+NATURAL_BACKEND = "cute-dsl"  # returns natural log-sum-exps, also in calls that combine DCP ranks
 # (kv_lora_rank, qk_rope_head_dim)
 DIMS, SPARSE_DIMS = (
     tuple((v, qk - v) for qk, v in dims) for dims in (support.MLA_HEAD_DIMS, support.SPARSE_MLA_HEAD_DIMS)
@@ -49,8 +49,11 @@ KV_SCALE_FORMATS = ("auto", "pow2_fp32", "arbitrary_fp32")
 
 
 class MlaCall(NamedTuple):
-    """The arguments of a call. ``query`` is :func:`dequantized_query` of what the caller gave, whose dtype was
-    ``query_dtype``, and ``seq_lens`` and ``sparse_mla_top_k_lens`` are what :func:`list_lengths` makes of them."""
+    """The arguments of a call after two conversions.
+
+    ``query`` is :func:`dequantized_query` of the caller's query, whose dtype was ``query_dtype``. ``seq_lens`` and
+    ``sparse_mla_top_k_lens`` are the results of :func:`list_lengths`.
+    """
 
     query: torch.Tensor
     query_dtype: torch.dtype | None
@@ -89,7 +92,7 @@ class MlaCall(NamedTuple):
 
 
 def _refuse_unserved(call: MlaCall) -> None:
-    """Refuse by name what would change a result."""
+    """Refuse, by name, arguments that would change a result."""
     on = call.query.device
     refuse_skip_softmax(support.MLA, call.skip_softmax_threshold_scale_factor, on)
     checks.flag("is_var_seq", call.is_var_seq)
@@ -101,7 +104,7 @@ def _refuse_unserved(call: MlaCall) -> None:
 
 
 def _dcp_rank(call: MlaCall, batch: int) -> DcpRank | None:
-    """Say what this rank has of all keys."""
+    """Return this rank's share of all keys, or None without DCP."""
     kv_global = call.causal_seqlens_kv_global
     found = dcp_rank(kv_global, call.cp_world, call.cp_rank, batch, call.query.device)
     if not checks.flag("enable_dcp", call.enable_dcp):
@@ -119,11 +122,13 @@ def _dcp_rank(call: MlaCall, batch: int) -> DcpRank | None:
 
 
 def dequantized_query(query: Any) -> Any:
-    """Return e4m3 queries as bfloat16, which holds all of their values, where that is what kernels multiply, and others
-    as they are."""
+    """Return e4m3 queries as bfloat16, which holds all of their values, on architectures without fp8 MMA for MLA.
+
+    All other queries are returned unchanged.
+    """
     if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8):
         return query
-    checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
+    checks.main_tensor("query", query)  # before the copy, which would hide faults of the original
     if registry.has_fp8_mma(support.arch_of(query.device)):
         return query
     checks.tma_readable("query", query)
@@ -131,9 +136,11 @@ def dequantized_query(query: Any) -> Any:
 
 
 def list_lengths(query: Any, seq_lens: Any, top_k: int) -> tuple[Any, torch.Tensor | None]:
-    """Return ``seq_lens`` and ``sparse_mla_top_k_lens`` of lists of ``top_k`` entries without the latter: FlashInfer's
-    sparse back end takes it as ``seq_lens`` of each new token, and None for whole lists."""
-    # Neither tensor has been checked, and nested ones have no shapes.
+    """Return ``seq_lens`` and ``sparse_mla_top_k_lens`` for ``top_k`` top-k indices without the latter argument.
+
+    FlashInfer's sparse back end takes these lengths as ``seq_lens`` of each new token, and None for all indices.
+    """
+    # Neither tensor has been checked, and nested tensors have no shapes.
     if not isinstance(query, torch.Tensor) or query.is_nested or query.dim() not in (3, 4) or top_k > checks.INT32_MAX:
         return seq_lens, None
     tokens = query.shape[:-2]
@@ -151,7 +158,7 @@ def _checked_cache(
 ) -> KVViews:
     checks.tensor("kv_cache", kv_cache)
     packed = kv_cache.dtype == torch.uint8
-    # Rows of 656 bytes have bfloat16 in them, and other elements times scales are rounded to it.
+    # Rows of 656 bytes contain bfloat16, and their other elements times scales are rounded to bfloat16.
     allowed = (query_dtype, checks.FP8, *((torch.uint8,) if query_dtype == torch.bfloat16 else ()))
     check_dtype([("kv_cache", kv_cache)], query_dtype, allowed, f"rows of {FP8_DS_MLA_BYTES} bytes")
     checks.device("kv_cache", kv_cache, query.device)
@@ -173,7 +180,7 @@ def _checked_cache(
 
 
 def _token_table(block_tables: Any, query: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the table of sparse attention, token indices, as [tokens, top_k]. It has the first dimensions of
+    """Return the top-k indices of sparse attention as [tokens, top_k]. The argument has the first sizes of
     ``query``."""
     ids = checks.index_tensor("block_tables", block_tables, query.device)
     if query.dim() == 3:
@@ -201,7 +208,7 @@ def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
 
 
 def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: int, on: torch.device) -> torch.Tensor:
-    """Return the lengths of the requests, or of the lists of all ``tokens`` where they are given."""
+    """Return the lengths of the requests, or of the top-k indices of all ``tokens`` if given."""
     if sparse_lens is None:
         return checks.lengths("seq_lens", seq_lens, batch, on)
     if seq_lens is not None:
@@ -215,20 +222,19 @@ def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: in
 def mla_workspace_bytes(
     num_heads: int, max_seq_len: int, q_len_per_req: int = 1, kv_lora_rank: int = 512, device: Any = None
 ) -> int:
-    """Return the size of ``workspace_buffer`` that is enough for ``trtllm_batch_decode_with_kv_cache_mla`` with any
-    batch.
+    """Return a ``workspace_buffer`` size that is enough for ``trtllm_batch_decode_with_kv_cache_mla`` with any batch.
 
-    It holds partial results of requests whose keys several multiprocessors share, and grows with the logarithm of the
-    keys: on 132 multiprocessors for up to 256 rows (heads times new tokens of a request) 72 MiB for 131072 keys, and
-    no more than 84 for a million.
+    The workspace holds partial results of requests whose keys several SMs share. It grows with the logarithm of the
+    keys. On 132 SMs and for up to 256 rows (heads times new tokens of a request) it is 72 MiB for 131072 keys, and at
+    most 84 MiB for a million.
 
     Args:
         num_heads: query heads.
-        max_seq_len: the most keys that a request can have: page size times columns of ``block_tables``, or of sparse
-            attention its columns, ``sparse_mla_top_k``.
+        max_seq_len: the most keys of a request: page size times columns of ``block_tables``; for sparse attention the
+            columns of ``block_tables``, ``sparse_mla_top_k``.
         q_len_per_req: new tokens of each request.
         kv_lora_rank: columns of the output.
-        device: the device of the call; None means the current CUDA device, or the CPU where there is none.
+        device: the device of the call; None means the current CUDA device, or the CPU if there is none.
 
     Returns:
         Bytes.
@@ -241,8 +247,7 @@ def mla_workspace_bytes(
 
 
 def _requests(call: MlaCall) -> tuple[int, int, TokenOffsets | None]:
-    """Return (requests, most new tokens of one, where each starts, where they may have different ones) of a checked
-    query."""
+    """Return (requests, most new tokens of a request, starts); starts are None without cumulative lengths."""
     if call.cum_seq_lens_q is not None:
         return ragged_starts("cum_seq_lens_q", call.cum_seq_lens_q, "max_q_len", call.max_q_len, call.query)
     dense_tokens("query", call.query)
@@ -280,7 +285,7 @@ def _dims(call: MlaCall) -> tuple[int, int, int]:
 
 
 def _tables(call: MlaCall, batch: int, top_k: int, page_size: int) -> tuple[PageTable | None, torch.Tensor | None, int]:
-    """Return the page table, or the lists of sparse attention, and the keys of a request that there is room for."""
+    """Return the page table or the top-k indices (the other is None), and the most keys of a request."""
     shared = call.uses_shared_paged_kv_idx
     if top_k > 0:
         if not shared:
@@ -292,7 +297,7 @@ def _tables(call: MlaCall, batch: int, top_k: int, page_size: int) -> tuple[Page
 
 
 def _log_sum_exp(call: MlaCall, query: torch.Tensor, part: DcpRank | None) -> LogSumExp | None:
-    """Say where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes."""
+    """Return the destination of the log-sum-exp of ``query`` [tokens, heads, head_dim], or None."""
     base = call.return_lse_base
     if base is None and (call.backend == NATURAL_BACKEND or part is not None):
         base = NATURAL_BASE
@@ -300,7 +305,7 @@ def _log_sum_exp(call: MlaCall, query: torch.Tensor, part: DcpRank | None) -> Lo
 
 
 def _scratch(call: MlaCall, cache: KVViews, log: LogSumExp | None, needed: int) -> torch.Tensor:
-    """Return the workspace, apart from all inputs and results, and those from each other."""
+    """Return the workspace, and check that it, the results and the inputs do not overlap."""
     inputs = (
         ("query", call.query),
         ("kv_cache", cache.key),
@@ -316,7 +321,7 @@ def _scratch(call: MlaCall, cache: KVViews, log: LogSumExp | None, needed: int) 
 
 
 def mla_problem(call: MlaCall) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    """Check every argument, refuse calls without a kernel, and return the problem. No device memory is read."""
     _check_query(call)
     on, heads, query = call.query.device, call.query.shape[-2], flat_tokens(call.query)
     tokens = query.shape[0]
@@ -335,7 +340,7 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
     kv_lens = _kv_lens(call.seq_lens, call.sparse_mla_top_k_lens, batch, tokens, top_k, on)
     if part is not None and top_k > 0:
         raise refused(support.MLA, f"enable_dcp=True with sparse_mla_top_k={top_k}", on)
-    if call.sparse_mla_top_k_lens is not None:  # Every token is a request of its own then, with its list as its keys.
+    if call.sparse_mla_top_k_lens is not None:  # each token becomes a request, with its top-k indices as its keys
         batch, q_len, starts = tokens, 1, None
     checks.host_int("max_seq_len", call.max_seq_len)
     softmax_scale = checks.scale("bmm1_scale", call.bmm1_scale, on, minimum=0.0)

@@ -1,15 +1,16 @@
-"""Calls like one that has been checked, as functions generated for their form.
+"""Repeated calls: functions generated for the form of a checked call.
 
-A repeated call compares two dozen arguments with those of the checked one and passes some twenty addresses. In loops
-over tuples that takes as long as the launch, so it is written out as source code. Sizes and scales, which differ
-between calls of one form, are variables of the function. An entry point has few forms: which arguments are tensors,
-which are None, and which operands lie in them. docs/kernels/host.md prints one such function.
+A repeated call compares two dozen arguments with the checked call's and passes some twenty addresses. Loops over tuples
+would take as long as the launch, so the comparison is generated as source code. Sizes and scales, which differ between
+calls of one form, are variables of the function. A form says which arguments are tensors, which are None, and which
+operands they contain; an entry point has few forms. docs/kernels/host.md prints one such function.
 
-A repeated call does for every argument what a first call does. Its form, metadata and plain values equal those of a
+A repeated call handles every argument like a first call. Its form, metadata and plain values must equal those of a
 checked call, else the call is checked. Addresses and storage sizes are compared with a set of places that are known to
-be good: aligned, apart where a call writes, and large enough. :meth:`Repeat.fits` adds a place where a conservative
-test passes. Where it does not, the call is checked, and a place that the checks accept is added as well. One case is
-not found: a storage resized to the size of an earlier one, with a view that starts further in, at the same address.
+be good: aligned, disjoint from other tensors if a call writes there, and large enough. :meth:`Repeat.fits` adds a place
+that passes a conservative test. If the test fails, the call is checked, and a place that the checks accept is added
+too. One case is not found: a storage resized to the size of an earlier one, with a view that starts further in, at the
+same address.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from hopwell._checks import is_plain
 from hopwell.kernels.launch.scratch import own_scratch
 from hopwell.utils import FP4Tensor
 
-# An entry point's arguments in one row: tensors, and plain values that can be compared. None for what is not given.
+# Arguments of an entry point in one row: tensors, comparable plain values, and None for arguments that are not given.
 Arguments = tuple[Any, ...]
-# The output, and the log-sum-exp or the softmax statistics, or None where they are not asked for.
+# The output, and the log-sum-exp or the softmax statistics, or None if they are not requested.
 Results = tuple[Any, Any]
-# Takes the arguments, and the results to write into, or None to allocate them. It returns None and launches nothing for
-# a call that has to be checked. Each function first compares what costs least: calls of other forms come here as well,
+# Takes the arguments, and the results to write into, or None to allocate them. It returns None and launches nothing if
+# the call must be checked. Each function makes the cheapest comparisons first: calls of other forms come here as well,
 # see launch.RECENT, and may have more arguments. A nested tensor is refused before torch's guards see it: they throw an
-# exception that ends the process. A value that is no tensor raises AttributeError there.
+# exception that ends the process. A value that is not a tensor raises AttributeError there.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
 RESULTS = {"out": "out", "lse": "statistics", "statistics": "statistics", "out_scales": "out.scale"}  # in the functions
-ALIGNMENT = 16  # bytes, of TMA's reads and of the largest stores
+ALIGNMENT = 16  # bytes, required by TMA reads and the largest stores
 MOST_KNOWN = 1024  # places that are remembered; a model has one for each layer
 PACKED = "packed(empty_like(out_like), empty_like(scales_like), 0, original_shape)"  # a new NVFP4 output
 
@@ -74,22 +75,22 @@ def launch(arguments, out, statistics):
 
 
 def output_parts(out: Any) -> tuple[Any, Any, Any]:
-    """Return the data of an output that is given, and of an NVFP4 one its scales and the row at which they begin."""
+    """Return (data, scales, first scale row) of an NVFP4 output, or (out, None, None)."""
     return (out.data, out.scale, out.scale_start_index) if isinstance(out, FP4Tensor) else (out, None, None)
 
 
 class OperandMap(NamedTuple):
-    """Which arguments of an entry point the operands of its kernels lie in.
+    """The arguments of an entry point that contain the operands of its kernels.
 
-    A call's arguments begin with those that ``tensors`` names, in this order. ``operands`` maps the names of operands
-    to the argument that they lie in, or to several, of which the first that is given counts.
+    A call's arguments start with the names in ``tensors``, in this order. ``operands`` maps each operand to the
+    argument that contains it, or to several, of which the first given one counts.
     """
 
     tensors: tuple[str, ...]
     operands: Mapping[str, str | tuple[str, ...]]
 
     def find(self, operand: str, arguments: Arguments) -> int:
-        """Return the position among the arguments of the tensor that an operand lies in."""
+        """Return the position of the tensor argument that contains an operand."""
         for name in self._names(operand):
             position = self.tensors.index(name)
             if isinstance(arguments[position], torch.Tensor):
@@ -97,8 +98,10 @@ class OperandMap(NamedTuple):
         raise AssertionError(f"operand {operand} of the kernel lies in no argument")
 
     def name(self, operand: str, arguments: Arguments, renamed: Mapping[str, str]) -> str:
-        """Return the argument that an operand lies in, by the caller's name of it; the operand's own name for what lies
-        in none. An index behind the name stays: of ``kv_cache[1]``, ``kv_cache`` may be renamed."""
+        """Return the caller's name of the argument that contains an operand, or the operand's name if none does.
+
+        An index after the name is kept: in ``kv_cache[1]``, ``kv_cache`` may be renamed.
+        """
         given = [name for name in self._names(operand) if isinstance(arguments[self.tensors.index(name)], torch.Tensor)]
         name, bracket, index = (given[0] if given else operand).partition("[")
         return renamed.get(name, name) + bracket + index
@@ -120,24 +123,24 @@ class CheckedCall(NamedTuple):
     """A call that has been checked and launched."""
 
     arguments: Arguments
-    written: Sequence[Any]  # those of the arguments that the call may write into
+    written: Sequence[Any]  # arguments that the call may write into
     operands: Mapping[str, torch.Tensor | None]  # of the kernel, in the order of its addresses
-    addresses: Sequence[int]  # of the operands, as the kernel gets them
+    addresses: Sequence[int]  # of the operands, in the form that the kernel takes
     function: Callable[..., Any]
     anchor: Any
     constants: Sequence[Any]  # further arguments of the function
-    ticket: Callable[[], int] | None = None  # returns the last address, where the kernel gets one more
-    out: torch.Tensor | FP4Tensor | None = None  # this and the next as they are returned
+    ticket: Callable[[], int] | None = None  # returns the last address, if the kernel takes tickets
+    out: torch.Tensor | FP4Tensor | None = None  # this and the next in the form that is returned
     statistics: torch.Tensor | None = None
 
     @property
     def results(self) -> tuple[Any, Any, Any]:
-        """Return the output, its scales, and the log-sum-exp or the statistics; None for what there is not."""
+        """The output, its scales, and the log-sum-exp or the statistics; None for absent ones."""
         return *output_parts(self.out)[:2], self.statistics
 
 
 class Repeat:
-    """A checked call that can be repeated. ``latest`` is the function that the last repetition went through."""
+    """A checked call that can be repeated. ``latest`` is the function of the last repetition."""
 
     __slots__ = (
         "_addresses",
@@ -177,7 +180,7 @@ class Repeat:
         self._extents = [extent_bytes(tensor) for tensor in tensors]
         self._misaligned = [address % ALIGNMENT for address in at]
         is_written = [any(tensor is written for written in call.written) for tensor in tensors]
-        # Two of one storage may interleave, at the distance that has been checked.
+        # Two tensors of one storage may interleave, but only at the distance that was checked.
         self._pairs = [
             (i, j, at[j] - at[i])
             for i, j in itertools.combinations(range(len(tensors)), 2)
@@ -187,19 +190,19 @@ class Repeat:
         self.add_place(arguments)
 
     def run(self, arguments: Arguments, out: Any, statistics: Any) -> Results | None:
-        """Launch for arguments that have the key of the checked ones."""
+        """Launch for arguments whose key equals the checked call's key."""
         results = None if self.latest is None else self.latest(arguments, out, statistics)
         if results is None:
-            # No key holds what else a tensor may be, such as a fake one.
+            # The key does not show every property of a tensor, such as whether it is fake.
             if not all(is_plain(argument) for argument in arguments if isinstance(argument, torch.Tensor)):
                 return None
-            # The first repetition, or tensors that differ in what no key holds, such as requires_grad.
+            # This is the first repetition, or tensors differ in a property outside the key, such as requires_grad.
             self.latest = self._function(arguments)
             results = self.latest(arguments, out, statistics)
         return results
 
     def add_place(self, arguments: Arguments) -> None:
-        """Remember addresses and storage sizes that have been checked."""
+        """Remember addresses and storage sizes that were checked."""
         tensors = [arguments[i] for i in self._positions]
         sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
         self._add((*(tensor.data_ptr() for tensor in tensors), *sizes))
@@ -210,9 +213,12 @@ class Repeat:
         self._known.add(place)
 
     def fits(self, arguments: Arguments, place: tuple[int, ...]) -> bool:
-        """Remember and accept a place where every storage holds its tensor's elements, every address is aligned like
-        the checked one or to 16 bytes, and nothing that is written overlaps another tensor. ``place`` is the address
-        of each tensor argument and then the size of each one's storage."""
+        """Remember and accept a place that passes a conservative test.
+
+        Every storage must hold its tensor's elements. Every address must be aligned like the checked one or to 16
+        bytes. No written tensor may overlap another tensor. ``place`` has the address of each tensor argument and then
+        the size of each storage.
+        """
         at, sizes, extents = place[: len(self._positions)], place[len(self._positions) :], self._extents
         for i, address, size, extent, misaligned in zip(
             self._positions, at, sizes, extents, self._misaligned, strict=True
@@ -250,7 +256,7 @@ class Repeat:
             if not _same_memory(view, argument):
                 if name != "scratch":
                     raise AssertionError(f"operand {name} of the kernel does not lie in {self._names[position]}")
-                # Launches on another stream have other memory.
+                # Launches on another stream have other scratch.
                 self._variables["own_scratch"] = functools.partial(own_scratch(view.device).address, view.numel())
                 found.append("own_scratch()")
                 continue
@@ -264,7 +270,7 @@ class Repeat:
         return found
 
     def _new_results(self, call: CheckedCall) -> list[str]:
-        """Return the lines that allocate results which are not given."""
+        """Return the lines that allocate results that are not given."""
         lines = []
         data, scales, _ = call.results
         if data is not None and not any(argument is data for argument in call.arguments):
@@ -281,16 +287,16 @@ class Repeat:
         return lines
 
     def _function(self, arguments: Arguments) -> Launch:
-        """Make the function that recognises these arguments."""
+        """Return a new function that recognises these arguments."""
         variables, names = dict(self._variables), self._names
-        firsts: dict[int, int] = {}  # by tensor, the position where it is given first
+        firsts: dict[int, int] = {}  # tensor id to the first position of the tensor
         for i in self._positions:
             firsts.setdefault(id(arguments[i]), i)
         variables["check"] = _guard([arguments[i] for i in firsts.values()])
         first = {i: firsts[id(arguments[i])] for i in self._positions}
         conditions = _conditions(self._plain, names, first, variables)
         if any(arguments[i].requires_grad for i in firsts.values()):
-            # In grad mode such a call warns first. Guards compare requires_grad alone.
+            # In grad mode such a call warns first. The guards compare only requires_grad.
             variables["is_grad_enabled"] = torch.is_grad_enabled
             conditions.insert(0, f"is_grad_enabled() is {torch.is_grad_enabled()}")
         of_positions = [names[first[i]] for i in self._positions]
@@ -305,8 +311,8 @@ class Repeat:
             operands=_wrapped(self._addresses, 8),
             constants=", ".join(name for name in variables if name.startswith("constant")),
         )
-        # These are globals of a new function: entering a function that closes over 45 variables copies all of them,
-        # and functions that share one code object would share, and spoil, what it remembers about its globals.
+        # The variables are globals of a new function: entering a closure over 45 variables copies all of them. The code
+        # object is copied, because functions with one code object share its cache of globals and spoil it.
         return types.FunctionType(_compiled(source).replace(), {"__builtins__": builtins, **variables})
 
 
@@ -320,8 +326,11 @@ def _compiled(source: str) -> types.CodeType:
 def _conditions(
     plain: Arguments, names: Sequence[str], firsts: Mapping[int, int], variables: dict[str, Any]
 ) -> list[str]:
-    """Return what has to hold for other arguments, cheapest first. Values to compare with become variables. Tensors are
-    given again where they were before, as torch's guards take each of them once."""
+    """Return the conditions for repeated arguments, cheapest first.
+
+    Values to compare with become variables. A tensor given twice must be given at the same positions again, because
+    torch's guards take each tensor once.
+    """
     single, equal, tensors = [], [], []
     for i, value in enumerate(plain):
         name = names[i]
@@ -335,8 +344,8 @@ def _conditions(
             variables[f"value{i}"] = value
             single.append(f"{name} is value{i}")
         else:
-            # Types count: 1, 1.0 and True are equal. They come before values because comparing a tensor would wait for
-            # the GPU; most calls give the very object of the call before, which is the quickest to see.
+            # Types are compared too: 1, 1.0 and True are equal. The type precedes the value, because comparing a tensor
+            # would wait for the GPU. Most calls pass the same object as before, which is the fastest test.
             variables[f"type{i}"], variables[f"value{i}"] = type(value), value
             equal.append(f"({name} is value{i} or type({name}) is type{i} and {name} == value{i})")
     flat = [f"not {tensor}.is_nested" for tensor in tensors]
@@ -344,7 +353,7 @@ def _conditions(
 
 
 def _wrapped(parts: Sequence[str], indent: int) -> str:
-    """Return comma-separated parts in lines of 120 columns, of which the first is indented already."""
+    """Return comma-separated parts in lines of 120 columns. The first line is already indented."""
     return textwrap.fill(", ".join(parts), 119 - indent).replace("\n", "\n" + indent * " ")
 
 
@@ -353,7 +362,7 @@ def _same_memory(view: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _like(result: torch.Tensor) -> torch.Tensor:
-    """Return what torch.empty_like makes contiguous tensors of this shape from, in half the time of torch.empty."""
+    """Return a tensor from which torch.empty_like makes contiguous ones of this shape, twice as fast as torch.empty."""
     return _element(result.dtype, result.device).expand(result.shape)
 
 
@@ -363,7 +372,7 @@ def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def extent_bytes(view: torch.Tensor | None) -> int:
-    """Count the bytes from the first element of a view to the end of its last."""
+    """Return the bytes from the first element of a view to the end of its last element."""
     if view is None or view.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
@@ -371,20 +380,20 @@ def extent_bytes(view: torch.Tensor | None) -> int:
 
 
 def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what the checks look at in a tensor, besides its address."""
+    """Return the properties of a tensor that the checks look at, except its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return a function that tells whether other tensors, none of them nested, differ from these in nothing but
-    addresses.
+    """Return a function that checks whether other tensors, none of them nested, differ from these only in addresses.
 
-    It uses the guards that ``torch.compile`` puts before its compiled code: a tenth of the time of reading shapes and
-    strides from Python. They also compare what decides between torch's implementations, such as requires_grad.
+    It uses the guards that ``torch.compile`` puts before its compiled code: they take a tenth of the time of reading
+    shapes and strides from Python. They also compare properties that select torch's implementations, such as
+    requires_grad.
     """
     try:
         return _torch_guard(*tensors)
-    except (AttributeError, ImportError, TypeError):  # this torch has others
+    except (AttributeError, ImportError, TypeError):  # this torch has other guards
         return _slow_guard(tensors)
 
 

@@ -1,4 +1,4 @@
-"""The installed CuTe DSL must be one that hopwell was tested with: its traced language changes between releases."""
+"""Check that the installed CuTe DSL was tested with hopwell: its traced language changes between releases."""
 
 from __future__ import annotations
 

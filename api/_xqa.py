@@ -1,4 +1,4 @@
-"""Arguments of ``xqa_batch_decode_with_kv_cache``: checked, and reduced to an AttentionProblem."""
+"""Check the arguments of ``xqa_batch_decode_with_kv_cache`` and convert them to an AttentionProblem."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hopwell.kernels.problem import (
 from hopwell.utils import FP4Tensor
 
 HEAD_DIM_STEP = 16
-*_, MAX_MULTIPLE, MAX_HEAD_DIM = support.DECODE_HEAD_DIMS  # multiples of the step up to the former, and the latter
+*_, MAX_MULTIPLE, MAX_HEAD_DIM = support.DECODE_HEAD_DIMS  # multiples of the step up to MAX_MULTIPLE, and MAX_HEAD_DIM
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 MASK_BITS = 32  # a row of the speculative mask is a whole number of 32-bit words, seen as uint16
 
@@ -66,14 +66,14 @@ class XqaCall(NamedTuple):
     lse: torch.Tensor | None
     return_lse: bool
     return_lse_base: str | None
-    # Other entries have these besides.
-    entry: str = support.XQA  # whom refusals name; without a mask, several tokens are causal but in xqa
+    # Only calls of other entries have the following fields.
+    entry: str = support.XQA  # the name in refusals; several tokens without a mask are causal, except in xqa
     shared_pages: bool = True  # whether K and V share the ids of ``block_tables``, else [batch, 2, pages_per_request]
     cp_world: int = 1
     cp_rank: int = 0
     causal_seqlens_kv_global: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
-    query_dtype: torch.dtype | None = None  # of the caller's query, where ``query`` has been dequantized
+    query_dtype: torch.dtype | None = None  # of the caller's query, if ``query`` is a dequantized copy
 
 
 class TrtllmDecodeCall(NamedTuple):
@@ -116,12 +116,15 @@ class TrtllmDecodeCall(NamedTuple):
     request_order: torch.Tensor | None
     request_order_plan: object | None
     return_lse_base: str | None
-    query_dtype: torch.dtype | None  # of the caller's query, where ``query`` has been dequantized
+    query_dtype: torch.dtype | None  # of the caller's query, if ``query`` is a dequantized copy
 
 
 def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on: torch.device) -> None:
-    """Check the mask of several tokens per request. A single one has no use for it, and upstream callers may pass any.
-    Masks of ragged requests have a row for each of ``ragged_tokens``, and may have more of them."""
+    """Check the mask of several tokens per request.
+
+    A single token does not use the mask, and callers of FlashInfer may pass any. Masks of ragged requests have at least
+    one row for each of ``ragged_tokens``.
+    """
     if mask is not None:
         checks.tensor("mask", mask, "a torch.Tensor or None")
     if q_len == 1 or mask is None:
@@ -141,7 +144,7 @@ def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on
 
 
 def _output(call: XqaCall, cache: _cache.PagedCache, batch: int, q_len: int) -> torch.Tensor | None:
-    """Return ``out`` as it is given, or a new tensor where the launch would allocate one of another dtype."""
+    """Return ``out`` if given, or a new tensor if the launch would allocate one of the wrong dtype."""
     query, out = call.query, call.out
     query_dtype, kv_dtype = call.query_dtype or query.dtype, cache.key.dtype
     allowed = checks.SIXTEEN_BIT if query_dtype == checks.FP8 else (query_dtype,)
@@ -162,19 +165,19 @@ def _output(call: XqaCall, cache: _cache.PagedCache, batch: int, q_len: int) -> 
 def xqa_workspace_bytes(
     num_heads: int, num_kv_heads: int, head_dim: int, max_seq_len: int, q_len_per_req: int = 1, device: Any = None
 ) -> int:
-    """Return the size of ``workspace_buffer`` that is enough for ``xqa_batch_decode_with_kv_cache`` with any batch.
+    """Return a size of ``workspace_buffer`` that is enough for ``xqa_batch_decode_with_kv_cache`` with any batch.
 
-    It holds partial results of requests whose keys several multiprocessors share: on 132 multiprocessors, with 8 KV
-    heads of 128 columns and 131072 keys, 24 MiB for 8 rows (query heads that share a KV head times new tokens of a
-    request), 56 for 32 and 101 for 64; with 1024 keys 20, 40 and 40.
+    The workspace holds partial results of requests whose keys several SMs share. Rows are query heads that share a KV
+    head times new tokens of a request. On 132 SMs, with 8 KV heads of 128 columns and 131072 keys, it is 24 MiB for 8
+    rows, 56 MiB for 32 and 101 MiB for 64. With 1024 keys it is 20, 40 and 40 MiB.
 
     Args:
         num_heads: query heads.
         num_kv_heads: KV heads.
         head_dim: of query, K and V.
-        max_seq_len: the most keys that a request can have: page size times columns of ``block_tables``.
+        max_seq_len: the most keys of a request: page size times columns of ``block_tables``.
         q_len_per_req: new tokens of each request.
-        device: the device of the call; None means the current CUDA device, or the CPU where there is none.
+        device: the device of the call; None means the current CUDA device, or the CPU if there is none.
 
     Returns:
         Bytes.
@@ -190,7 +193,7 @@ def xqa_workspace_bytes(
 
 
 def _check_head_dim(subject: str, head_dim: int) -> None:
-    """Refuse what no architecture can serve; a multiple between the two bounds is refused by the table of features."""
+    """Refuse head dims that no architecture serves. The table of features refuses a multiple between the two bounds."""
     if head_dim % HEAD_DIM_STEP or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"{subject} a multiple of {HEAD_DIM_STEP} up to {MAX_MULTIPLE}, or {MAX_HEAD_DIM}, got {head_dim}"
@@ -216,7 +219,7 @@ def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
 
 
 def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
-    """Return (requests, most new tokens of one, where each starts, where they may have different ones)."""
+    """Return (requests, most new tokens of a request, starts); starts are None without cumulative lengths."""
     if call.q_cu_seq_lens is not None:
         starts, bound = (
             ("q_cu_seq_lens", "q_len_per_req") if call.entry == support.XQA else ("cum_seq_lens_q", "max_q_len")
@@ -232,7 +235,7 @@ def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
 def _scratch(
     call: XqaCall, cache: _cache.PagedCache, scales: BlockScales | None, log: LogSumExp | None, needed: int
 ) -> torch.Tensor:
-    """Return the workspace, apart from all inputs and results, and those from each other."""
+    """Return the workspace, and check that it, the results and the inputs do not overlap."""
     inputs = (
         ("query", call.query),
         ("kv_cache", cache.key),
@@ -258,7 +261,7 @@ def _mask(call: XqaCall, q_len: int, part: DcpRank | None) -> Mask:
 
 
 def xqa_problem(call: XqaCall) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    """Check every argument, refuse calls without a kernel, and return the problem. No device memory is read."""
     query = call.query
     _check_query(query)
     on = query.device
@@ -304,7 +307,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         mask=_mask(call, q_len, part),
         softmax_scale=softmax_scale,
         output_scale=output_scale,
-        # An fp8 output is bmm2_scale * o, any other one bmm2_scale * o_scale * o.
+        # An fp8 output is bmm2_scale * o, every other output bmm2_scale * o_scale * o.
         output_factor=1.0 if out is not None and out.dtype == checks.FP8 else output_factor,
         page_table=table,
         sinks=sinks,
@@ -323,8 +326,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
 
 
 def _check_sharded(call: XqaCall, part: DcpRank | None) -> None:
-    """Ranks that share keys return what they are combined by. No mask but the causal one goes with them, and no
-    sinks."""
+    """Check calls with DCP ranks: they return the log-sum-exp for the combine, with a causal mask and without sinks."""
     if part is None:
         world = checks.host_int("cp_world", call.cp_world)
         if world > 1:
@@ -341,13 +343,16 @@ def _check_sharded(call: XqaCall, part: DcpRank | None) -> None:
 
 
 def dequantized_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: Any) -> torch.Tensor:
-    """Return e4m3 queries over an e4m3 or NVFP4 cache in 16 bits, which hold all of their values and are what kernels
-    multiply: in the dtype of a 16-bit output, else in bfloat16, or over NVFP4 in float16, which those kernels convert
-    bfloat16 to. Queries over other caches are returned as they are."""
+    """Return e4m3 queries over an e4m3 or NVFP4 cache in 16 bits, which hold all of their values.
+
+    Kernels multiply 16 bits. The dtype is the dtype of a 16-bit output. Otherwise it is bfloat16 over an e4m3 cache,
+    and float16 over an NVFP4 cache, whose kernels convert bfloat16 to float16. Queries over other caches are returned
+    unchanged.
+    """
     is_nvfp4 = _cache.has_dtype(kv_cache, torch.uint8)
     if not is_nvfp4 and not _cache.has_dtype(kv_cache, checks.FP8):
         return query
-    checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
+    checks.main_tensor("query", query)  # before the copy, which would hide faults of the original
     dtype = getattr(out, "dtype", None) if out_dtype is None else out_dtype
     if dtype not in checks.SIXTEEN_BIT:
         dtype = torch.float16 if is_nvfp4 else torch.bfloat16
@@ -355,18 +360,17 @@ def dequantized_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: A
 
 
 def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
-    """Return the problem of ``trtllm_batch_decode_with_kv_cache``, as :func:`xqa_problem` makes it of the same
-    arguments."""
+    """Return the problem of ``trtllm_batch_decode_with_kv_cache``, built by :func:`xqa_problem` from its arguments."""
     check_counter_buffer(call.multi_ctas_kv_counter_buffer)
     query, q_len_per_req, max_q_len = call.query, call.q_len_per_req, call.max_q_len
     checks.main_tensor("query", query)
     checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
-    if query.dtype == checks.FP8:  # dequantized_query leaves those over other caches as they are
+    if query.dtype == checks.FP8:  # dequantized_query leaves queries over other caches unchanged
         _cache.check_dtype(_cache.pair_or_tensor("kv_cache", call.kv_cache), checks.FP8, (checks.FP8, torch.uint8))
     _refuse_unserved(call)
     checks.choice("backend", call.backend, BACKENDS)
     if call.backend == "trtllm-gen" and call.kv_cache_sf is not None:
-        # FlashInfer's kernels of this name take V scales interleaved by four tokens, those of xqa linear ones.
+        # FlashInfer's trtllm-gen kernels take V scales interleaved by four tokens, its xqa kernels linear ones.
         raise refused(
             support.TRTLLM_DECODE, "backend='trtllm-gen' with kv_cache_sf (allowed: 'auto', 'xqa')", query.device
         )
@@ -392,7 +396,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
     return xqa_problem(call_arguments(XqaCall, call._asdict() | others))
 
 
-_ONLY_NONE = {  # names and types of what is refused; the class of a plan is FlashInfer's
+_ONLY_NONE = {  # names and types of refused arguments; the class of a plan is FlashInfer's
     "bf16q_fp8kv_transform_mode": str,
     "request_order": torch.Tensor,
     "request_order_plan": object,
@@ -400,7 +404,7 @@ _ONLY_NONE = {  # names and types of what is refused; the class of a plan is Fla
 
 
 def _refuse_unserved(call: TrtllmDecodeCall) -> None:
-    """Refuse by name what would change a result."""
+    """Refuse, by name, arguments that would change a result."""
     on, out_dtype = call.query.device, call.out_dtype
     if isinstance(call.out, FP4Tensor) or (isinstance(out_dtype, str) and out_dtype == "nvfp4"):
         raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", on)

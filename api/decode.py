@@ -57,17 +57,17 @@ def xqa_batch_decode_with_kv_cache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of one or a few new tokens per request over a paged KV cache.
 
-    With one new token per request all of its seq_len keys are visible, or with a window those at seq_len - 1 -
-    window_left and behind; with several, ``mask`` says which of the new tokens each of them sees::
+    With one new token per request all of its seq_len keys are visible; a window leaves keys seq_len - 1 - window_left
+    and later. With several new tokens, ``mask`` names the new tokens that each of them sees::
 
         out = bmm2_scale * o_scale * softmax(bmm1_scale * q k^T over the visible keys) v  (o_scale: 16-bit output only)
 
-    A row with no visible key gives 0. Results depend neither on what else is in the batch nor on max_seq_len: the keys
-    of a request are always split in the same way and combined in the same order.
+    A row without visible keys gives 0. Results are independent of max_seq_len and of the other requests of the batch:
+    the keys of a request are always split in the same way and combined in the same order.
 
-    Signature and meaning follow FlashInfer's function of this name, except that the output scale is the same for every
-    cache dtype: ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit one. (FlashInfer divides
-    ``bmm1_scale`` by both where the cache is 16 bits wide.)
+    The signature and the meaning follow FlashInfer's function of this name, except that the output scale is the same
+    for every cache dtype: ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit output.
+    (FlashInfer divides ``bmm1_scale`` by both if the cache is 16 bits wide.)
 
     Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
     warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
@@ -75,61 +75,64 @@ def xqa_batch_decode_with_kv_cache(
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
             multiple of 16 up to 256, or 512; 64, 128 or 256 with an NVFP4 cache.
-        kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
-            both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
-            [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
-            e2m1 values a byte, head_dim / 2 wide). page_size is 1 to 1024, num_heads a multiple of
-            num_kv_heads. 8-bit values, and NVFP4 ones times their block scales, are dequantized to 16 bits before they
-            are multiplied, which hold all of them: the result is at least as accurate as that of a 16-bit cache with
-            the same values. Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
-        workspace_buffer: contiguous memory of any dtype for partial results, best of ``xqa_workspace_bytes`` bytes or
-            more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
-            each. In place of one that is too small, memory of our own is used, one partial for each device and stream;
-            CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
+        kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1; or [pages, 1, *page], the same data
+            for both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD)
+            or [num_kv_heads, page_size, head_dim] (HND). The dtype is query's dtype, float8_e4m3fn, int8, or uint8 for
+            NVFP4 (two e2m1 values a byte, head_dim / 2 wide). page_size is 1 to 1024, num_heads a multiple of
+            num_kv_heads. 8-bit values, and NVFP4 values times their block scales, are dequantized to 16 bits before
+            they are multiplied. 16 bits hold all of these values, so the result is at least as accurate as with a
+            16-bit cache of the same values. Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
+        workspace_buffer: contiguous memory of any dtype and content for partial results, best ``xqa_workspace_bytes``
+            bytes or more; the kernel uses its last bytes. Calls that may run at the same time need one buffer each. If
+            it is too small, hopwell uses its own memory, one allocation for each device and stream. CUDA graphs
+            captured with that memory on the same stream must not be replayed at the same time.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request]; entries past a request's last page are
             not read.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
-            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new tokens included. A length
+            beyond the capacity of ``block_tables`` counts as that capacity. A length that is negative as int32 counts
+            as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
-            device, which is not looked at: a negative one makes the output NaN.
-        bmm2_scale: factor on the output, likewise.
-        window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the device.
+            The call does not read the tensor, so a negative value there makes the output NaN instead of an error.
+        bmm2_scale: factor on the output, in the same forms.
+        window_left: keys to the left of its own key that a row sees, 0 or more; -1 means all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
             in the dtype of query, or float8_e4m3fn (saturating) with a float8_e4m3fn or NVFP4 cache; None allocates.
-        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
-            without a value and not scaled.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
+            key per head, which has no value.
         kv_layout: "NHD" or "HND".
-        enable_pdl: programmatic dependent launch; None means where the device has it.
+        enable_pdl: programmatic dependent launch; None enables it on devices that have it.
         q_len_per_req: new tokens of each request; None means 1.
-        o_scale: a second factor on a 16-bit output, a float or a one-element float32 tensor; None means 1. For an
-            fp8 output it is part of ``bmm2_scale`` already, as in FlashInfer.
-        mask: uint16 [batch, q_len_per_req, 2 * ceil(q_len_per_req / 32)], required for q_len_per_req > 1: each row read
-            as little-endian 32-bit words, bit j % 32 of word j // 32 says whether the row sees new token j. Keys before
-            the new tokens are always visible.
+        o_scale: a second factor on a 16-bit output, a float or a one-element float32 tensor; None means 1. For an fp8
+            output ``bmm2_scale`` already contains it, as in FlashInfer.
+        mask: uint16 [batch, q_len_per_req, 2 * ceil(q_len_per_req / 32)], required for q_len_per_req > 1. Each row is
+            read as little-endian 32-bit words; the row sees new token j if bit j % 32 of word j // 32 is set. Keys
+            before the new tokens are always visible.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, in the layout of
             ``kv_cache`` with head_dim / 16 as its last size; linear for K and V. One tensor or a pair, with strides of
-            their own, all but the last of which are multiples of 4.
+            its own; all strides except the last are multiples of 4.
         q_cu_seq_lens: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with different
-            ones. They stay on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim],
+            numbers. The tensor stays on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim],
             ``q_len_per_req`` is an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 *
-            ceil(q_len_per_req / 32)]. Of a request with more than that, the first ones are computed as if there were no
-            others, and the others are not written. Rows behind the last request's are neither read nor written.
+            ceil(q_len_per_req / 32)]. If a request has more new tokens than the bound, the first ones are computed as
+            if there were no others, and the others are not written. Rows behind the last request's rows are neither
+            read nor written.
         lse: float32 [batch * q_len_per_req, num_heads], contiguous, to write the log-sum-exp of the scaled scores and
-            sinks into, whatever ``return_lse`` says. A row with no visible key has -inf.
+            sinks into, whatever the value of ``return_lse``. A row without visible keys has -inf.
         return_lse: whether to return the log-sum-exp.
-        return_lse_base: "base2" or None for logarithms to base 2, as in FlashInfer's other functions for decode, and
-            "basee" for natural ones.
+        return_lse_base: "base2" or None for logarithms to base 2, as in FlashInfer's other decode functions; "basee"
+            for natural logarithms.
 
     Returns:
-        The output: ``out`` itself where given; else the shape of query for one token per request and with
-        ``q_cu_seq_lens``, and [batch, q_len_per_req, num_heads, head_dim] for more. With ``return_lse`` a pair of it
-        and the log-sum-exp, ``lse`` itself where given.
+        The output: ``out`` itself if given; else the shape of query for one token per request and with
+        ``q_cu_seq_lens``, and [batch, q_len_per_req, num_heads, head_dim] for more tokens. With ``return_lse`` a pair
+        of the output and the log-sum-exp (``lse`` itself if given).
 
     Raises:
-        TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
-        ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
-        NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
+        TypeError: an argument has a wrong Python type, or a tensor scale is not float32.
+        ValueError: a dtype, shape, stride, alignment, device or value is wrong; the message names the argument.
+        NotImplementedError: the call is well-formed, but no kernel serves it on this architecture; the message lists
+            what is supported.
     """
     k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
     k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
@@ -170,7 +173,7 @@ def xqa_batch_decode_with_kv_cache(
 
 
 def _checked_trtllm(arguments: Arguments, call: TrtllmDecodeCall) -> Results:
-    """Check a call of the trtllm entry that was not recognised, and launch it."""
+    """Check and launch a call of the trtllm entry that is not in the cache of checked calls."""
     problem = trtllm_decode_problem(call)
     stats = call.lse if problem.lse is None or call.lse is not None else problem.lse.tensor
     return _TRTLLM.run(arguments, call, problem, call.out, stats)
@@ -220,73 +223,79 @@ def trtllm_batch_decode_with_kv_cache(
     """Compute attention of one or a few new tokens per request over a paged KV cache, as
     :func:`xqa_batch_decode_with_kv_cache` does.
 
-    Several new tokens of a request see the keys in front of them and each other as ``mask`` says; without a mask, each
-    sees itself and the ones before it.
+    New tokens of a request see all keys in front of the new tokens, and each other as ``mask`` allows. Without a mask,
+    each new token sees itself and the tokens before it.
 
-    Signature and meaning follow FlashInfer's function of this name. What is not described here is as in
-    :func:`xqa_batch_decode_with_kv_cache`.
+    The signature and the meaning follow FlashInfer's function of this name. :func:`xqa_batch_decode_with_kv_cache`
+    describes everything that is not described here; "as there" below refers to it.
 
     Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
     warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
-        query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16, or float8_e4m3fn over a
+        query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16. Also float8_e4m3fn over a
             float8_e4m3fn or NVFP4 cache: each call dequantizes it to 16 bits, which is exact.
         kv_cache: as there; a tensor or a pair (K, V).
         workspace_buffer: as there.
-        block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
-            ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
-            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
+        block_tables: int32, uint32 or int64 page ids [batch, pages_per_request]. With
+            ``uses_shared_paged_kv_idx=False`` [batch, 2, pages_per_request] with the ids of the K pages and of the V
+            pages.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new tokens included. A length
+            beyond the capacity of ``block_tables`` counts as that capacity. A length that is negative as int32 counts
+            as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
-        bmm2_scale: factor on the output, likewise.
-        window_left: keys to the left of its own that a row sees; -1 for all of them.
+        bmm2_scale: factor on the output, in the same forms.
+        window_left: keys to the left of its own key that a row sees; -1 means all of them.
         out: [tokens, num_heads, head_dim] to write into; None allocates.
-        out_dtype: dtype of the output: that of ``query``, or float8_e4m3fn with a float8_e4m3fn or NVFP4 cache; of
-            float8_e4m3fn queries any of the three. None means that of ``out``, or of ``query``. "nvfp4" is refused.
+        out_dtype: dtype of the output: the dtype of ``query``, or float8_e4m3fn with a float8_e4m3fn or NVFP4 cache.
+            float8_e4m3fn queries allow bfloat16, float16 and float8_e4m3fn. None means the dtype of ``out``, or of
+            ``query``. "nvfp4" is refused.
         o_sf_scale: for nvfp4 outputs; must be None.
         o_sf_vec_size: for nvfp4 outputs; must be None.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor.
         kv_layout: "HND" or "NHD".
-        enable_pdl: programmatic dependent launch; None means where the device has it.
-        backend: "auto", "xqa" or "trtllm-gen", which all mean the same here, but that "trtllm-gen" is refused with an
-            NVFP4 cache, whose V scales FlashInfer interleaves there.
+        enable_pdl: programmatic dependent launch; None enables it on devices that have it.
+        backend: "auto", "xqa" or "trtllm-gen". All mean the same here, except that "trtllm-gen" is refused with an
+            NVFP4 cache: FlashInfer interleaves V scales for that backend.
         q_len_per_req: new tokens of each request; None means 1.
         o_scale: a second factor on a 16-bit output.
-        mask: uint16 bits as there, for several new tokens; None for causal ones.
-        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``. Of a request with more,
-            the first ones are computed as if there were no others, and the others are not written.
+        mask: uint16 bits as there, for several new tokens; None means causal.
+        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``. If a request has more
+            new tokens, the first ones are computed as if there were no others, and the others are not written.
         cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
-            different ones.
+            different numbers.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
         kv_cache_sf: block scales of an NVFP4 cache, linear for K and V, as there.
         uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``. With False, the pools of K and V
             may have different numbers of pages.
-        lse: float32 [tokens, num_heads], contiguous, to write the log-sum-exp into, whatever ``return_lse`` says.
+        lse: float32 [tokens, num_heads], contiguous, to write the log-sum-exp into, whatever the value of
+            ``return_lse``.
         return_lse: whether to return the log-sum-exp.
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
-        multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
+        multi_ctas_kv_counter_buffer: not used; the kernels have their own counters.
         enable_block_sparse_attention: must be False.
-        cp_world: number of ranks that share the keys of each request (decode context parallel).
+        cp_world: number of DCP ranks that share the keys of each request (decode context parallel).
         cp_rank: this rank: key c of the cache is key c * cp_world + cp_rank of the request.
-        causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
-            included, while ``seq_lens`` counts those of this rank. New token t of q_len is at position
-            causal_seqlens_kv_global - q_len + t, and sees this rank's keys up to there. Needs ``return_lse``, as ranks
-            are combined by it; refused with ``mask``, a window and sinks. None where ranks share nothing.
+        causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new tokens
+            included, while ``seq_lens`` counts the keys of this rank. New token t of q_len is at position
+            causal_seqlens_kv_global - q_len + t, and sees this rank's keys up to that position. It needs
+            ``return_lse``, because the ranks' results are combined by it, and is refused with ``mask``, a window and
+            sinks. None without DCP.
         bf16q_fp8kv_transform_mode: must be None.
         request_order: must be None.
         request_order_plan: must be None.
-        return_lse_base: "base2" or None for logarithms to base 2, as FlashInfer returns them, "basee" for natural ones.
+        return_lse_base: "base2" or None for logarithms to base 2, as in FlashInfer; "basee" for natural logarithms.
 
     Returns:
-        The output: ``out`` itself where given, else a tensor of the shape of query. With ``return_lse`` a pair of it
-        and the log-sum-exp, ``lse`` itself where given.
+        The output: ``out`` itself if given, else a tensor of the shape of query. With ``return_lse`` a pair of the
+        output and the log-sum-exp (``lse`` itself if given).
 
     Raises:
-        TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
-        ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
-        NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
+        TypeError: an argument has a wrong Python type, or a tensor scale is not float32.
+        ValueError: a dtype, shape, stride, alignment, device or value is wrong; the message names the argument.
+        NotImplementedError: the call is well-formed, but no kernel serves it on this architecture; the message lists
+            what is supported.
     """
     k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
     k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)

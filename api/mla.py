@@ -55,101 +55,108 @@ def trtllm_batch_decode_with_kv_cache_mla(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute multi-head latent attention (DeepSeek) of one or a few new tokens per request over a paged latent cache.
 
-    All heads share one key row per token, ``kv_lora_rank + qk_rope_head_dim`` wide, whose first ``kv_lora_rank``
-    entries are also the value. Row t of q_len sees the first seq_len - q_len + t + 1 keys, or, sparse, the tokens that
-    are named by as many entries of its list, at most all of them; negative ones name none::
+    All heads share one key row per token, ``kv_lora_rank + qk_rope_head_dim`` wide. Its first ``kv_lora_rank`` entries
+    are also the value. In dense attention row t of q_len sees the first n = seq_len - q_len + t + 1 keys. In sparse
+    attention it sees the tokens named by the first n entries of its top-k indices, at most all entries; negative
+    entries name no token::
 
         out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v
 
-    Nothing else is scaled: the scales of e4m3 queries and caches belong into ``bmm1_scale`` and ``bmm2_scale``. With
-    16-bit queries, keys of 8 bits are multiplied as 16-bit ones of the same values, so that results have the bits that
-    a cache of those gives. With e4m3 queries and cache both products multiply float8_e4m3fn on Hopper: softmax weights
-    are rounded to it, relative to the largest one of 64 or 128 keys. Elsewhere such queries are dequantized to
-    bfloat16. A row with no visible key gives 0. Results do not depend on max_seq_len, and with up to 16 heads times new
-    tokens, or under ``hopwell.batch_invariant(True)``, not on what else is in the batch either: the keys of a request
-    are split in the same way and combined in the same order. Else the keys of all requests are cut into equal CTA
-    parts, which is faster; the same call gives the same bits in any case. CTA parts take a cooperative launch with a
-    CTA for each of the device's multiprocessors, which the driver refuses where a green context or MPS leaves fewer of
-    them.
+    Nothing else is scaled: the caller multiplies the scales of e4m3 queries and caches into ``bmm1_scale`` and
+    ``bmm2_scale``. A row without visible keys gives 0.
 
-    Signature and meaning follow FlashInfer's documentation of the function of this name.
+    With 16-bit queries, 8-bit keys are dequantized to 16 bits, and results are bitwise equal to the results of a 16-bit
+    cache with the same values. With e4m3 queries and cache both products multiply float8_e4m3fn on Hopper: softmax
+    weights are rounded to e4m3, relative to the largest of 64 or 128 keys. On other architectures e4m3 queries are
+    dequantized to bfloat16.
+
+    Results never depend on max_seq_len, and the same call always gives the same bits. With up to 16 rows (heads times
+    new tokens), or under ``hopwell.batch_invariant(True)``, results do not depend on the other requests of the batch
+    either: the keys of a request are split in the same way and combined in the same order. Otherwise the keys of all
+    requests are cut into equal CTA parts, which is faster. CTA parts take a cooperative launch with one CTA for each SM
+    of the device. The driver refuses it if a green context or MPS leaves fewer SMs.
+
+    The signature and the meaning follow FlashInfer's documentation of the function of this name.
 
     Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
     warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         query: [batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], the absorbed latent query first and the
-            rotary part last; bfloat16, float16 or float8_e4m3fn. Tokens lie at equal distances: no gap between
+            rotary part last; bfloat16, float16 or float8_e4m3fn. Tokens lie at equal distances, without gaps between
             requests. With ``cum_seq_lens_q`` [tokens, num_heads, ...].
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...] in the dtype of
-            query, or in float8_e4m3fn beside queries of any dtype. Beside bfloat16 queries also uint8 [..., 656], rows
-            of 512 float8_e4m3fn with four float32 scales and 64 bfloat16, see ``hopwell.layouts.mla_rows``.
-            page_size is 1 to 1024.
-        workspace_buffer: contiguous memory of any dtype for partial results, best of ``mla_workspace_bytes`` bytes or
-            more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
-            each. In place of one that is too small, memory of our own is used, one partial for each device and stream;
-            CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
+            query, or in float8_e4m3fn with queries of any dtype. With bfloat16 queries also uint8 [..., 656], rows of
+            512 float8_e4m3fn with four float32 scales and 64 bfloat16, see ``hopwell.layouts.mla_rows``. page_size is 1
+            to 1024.
+        workspace_buffer: contiguous memory of any dtype and content for partial results, best ``mla_workspace_bytes``
+            bytes or more; the kernel uses its last bytes. Calls that may run at the same time need one buffer each. If
+            it is too small, hopwell uses its own memory, one allocation for each device and stream. CUDA graphs
+            captured with that memory on the same stream must not be replayed at the same time.
         qk_nope_head_dim: head dimension before absorption. It enters no computation.
         kv_lora_rank: 512 or 256.
-        qk_rope_head_dim: 64; sparse with a kv_lora_rank of 512 also 0.
-        block_tables: int32, uint32 or int64. Dense: page ids [batch, pages_per_request], for 2^30 tokens of a request
-            at most; entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token
-            indices page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens,
+        qk_rope_head_dim: 64; sparse attention with a kv_lora_rank of 512 also takes 0.
+        block_tables: int32, uint32 or int64. Dense: page ids [batch, pages_per_request], for at most 2^30 tokens of a
+            request; entries past a request's last page are not read. Sparse: top-k indices [batch, q_len,
+            sparse_mla_top_k], each page * page_size + offset, or -1 for no token; with ``cum_seq_lens_q`` [tokens,
             sparse_mla_top_k].
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
-            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0. Sparse also
-            [batch, q_len] or [batch * q_len] with more than one new token, which is ``sparse_mla_top_k_lens`` under
-            this name, or None: all entries of lists count that are not negative. None costs a launch that fills
-            lengths.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new tokens included. A length
+            beyond the capacity of ``block_tables`` counts as that capacity. A length that is negative as int32 counts
+            as 0. Sparse attention with more than one new token also takes [batch, q_len] or [batch * q_len], which is
+            ``sparse_mla_top_k_lens`` under this name. Sparse attention also takes None: all entries that are not
+            negative count. None costs a launch that fills the lengths.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
-        sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
+        sparse_mla_top_k: 0 for dense attention, else the number of top-k indices of each row, a multiple of 4.
         out: [batch, q_len, num_heads, kv_lora_rank] to write into, in the dtype of query, bfloat16 for fp8 inputs,
             without gaps between requests; None allocates.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
-            device, which is not looked at: a negative one makes the output NaN.
-        bmm2_scale: factor on the output, likewise.
-        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
-            without a value and not scaled.
-        enable_pdl: programmatic dependent launch; None means where the device has it.
-        backend: "auto", "xqa", "trtllm-gen", "cute-dsl" or, with lists, "sparse". FlashInfer's implementations; they
-            differ here in the base of the log-sum-exp alone.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the device.
+            The call does not read the tensor, so a negative value there makes the output NaN instead of an error.
+        bmm2_scale: factor on the output, in the same forms.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
+            key per head, which has no value.
+        enable_pdl: programmatic dependent launch; None enables it on devices that have it.
+        backend: "auto", "xqa", "trtllm-gen", "cute-dsl" or, with top-k indices, "sparse". These are FlashInfer's
+            implementations; here they differ only in the base of the log-sum-exp.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
         is_var_seq: not used: lengths may always differ.
         uses_shared_paged_kv_idx: False for page ids [batch, 2, pages_per_request]. A page holds keys and values at
-            once, so that both rows are the same, of which the first is read.
+            once, so both rows are equal; the first is read.
         lse: float32 [batch * q_len, num_heads] or [batch, q_len, num_heads], contiguous, to write the log-sum-exp of
-            the scaled scores and sinks into, whatever ``return_lse`` says. A row with no visible key has -inf.
+            the scaled scores and sinks into, whatever the value of ``return_lse``. A row without visible keys has -inf.
         return_lse: whether to return the log-sum-exp.
         cute_dsl_impl: "auto", "modular" or "monolithic", which all mean the same here.
-        kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32": what the scales in a cache of uint8 are. It enters no
-            computation, as they are float32 either way and are multiplied as such.
+        kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32": the form of the scales in a cache of uint8. It enters
+            no computation: the scales are float32 in either form and are multiplied as float32.
         cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
-            different ones. They stay on the device. Rows behind the last request's are neither read nor written.
-        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``. Of a request with more,
-            the first ones are computed as if there were no others, and the others are not written.
-        multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
-        sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: how many entries of its list count, in
-            place of what ``seq_lens`` says, which may be None then; sparse only.
-        enable_dcp: whether ranks share the keys of each request (decode context parallel): ``kv_cache`` and
-            ``seq_lens`` are this rank's. Needs ``return_lse``, as ranks are combined by it; refused with lists and
-            sinks.
-        cp_world: number of ranks.
+            different numbers. The tensor stays on the device. Rows behind the last request's rows are neither read nor
+            written.
+        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``. If a request has more
+            new tokens, the first ones are computed as if there were no others, and the others are not written.
+        multi_ctas_kv_counter_buffer: not used; the kernels have their own counters.
+        sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: the number of its top-k indices that
+            count. It replaces ``seq_lens``, which may be None then; sparse only.
+        enable_dcp: whether DCP ranks share the keys of each request (decode context parallel): ``kv_cache`` and
+            ``seq_lens`` belong to this rank. It needs ``return_lse``, because the ranks' results are combined by it,
+            and is refused with top-k indices and sinks.
+        cp_world: number of DCP ranks.
         cp_rank: this rank: key c of the cache is key c * cp_world + cp_rank of the request.
-        causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
+        causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new tokens
             included. New token t of q_len is at position causal_seqlens_kv_global - q_len + t, and sees this rank's
-            keys up to there. Required with ``enable_dcp``, None without.
+            keys up to that position. Required with ``enable_dcp``, None without.
         use_fp16_softmax: None or False; True is refused.
-        return_lse_base: "base2" for logarithms to base 2, "basee" for natural ones. None is as in FlashInfer: natural
-            where ``backend`` is "cute-dsl" and with ``enable_dcp``, which it has there only, else to base 2.
+        return_lse_base: "base2" for logarithms to base 2, "basee" for natural logarithms. None means FlashInfer's base:
+            natural with the backend "cute-dsl" and with ``enable_dcp``, which FlashInfer has only in that backend; else
+            base 2.
 
     Returns:
-        The output: ``out`` itself where given. With ``return_lse`` a pair of it and the log-sum-exp: ``lse`` itself
-        where given, else [batch * q_len, num_heads].
+        The output: ``out`` itself if given. With ``return_lse`` a pair of the output and the log-sum-exp: ``lse``
+        itself if given, else [batch * q_len, num_heads].
 
     Raises:
-        TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
-        ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
-        NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
+        TypeError: an argument has a wrong Python type, or a tensor scale is not float32.
+        ValueError: a dtype, shape, stride, alignment, device or value is wrong; the message names the argument.
+        NotImplementedError: the call is well-formed, but no kernel serves it on this architecture; the message lists
+            what is supported.
     """
     query_dtype, given_lens = getattr(query, "dtype", None), sparse_mla_top_k_lens
     if sparse_mla_top_k_lens is None and type(sparse_mla_top_k) is int and sparse_mla_top_k > 0:
@@ -196,7 +203,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             return_lse,
             return_lse_base,
             max_q_len,
-            # What no kernel reads, but the checks do.
+            # No kernel reads these two, but the checks do.
             None if sparse_mla_top_k_lens is None else seq_lens,
             None if sparse_mla_top_k_lens is None else cum_seq_lens_q,
             skip_softmax_threshold_scale_factor,
@@ -212,7 +219,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         )
     done = _MLA.latest(arguments, out, lse)
     if done is None and query_dtype is FP8:
-        # Where kernels multiply e4m3 the call has been recognised with the query as it is, without asking for that.
+        # Kernels that multiply e4m3 take the query unchanged, and the look-up above has found such a repeated call.
         query = dequantized_query(query)
         arguments = (query, *arguments[1:])
         done = _MLA.latest(arguments, out, lse)

@@ -1,4 +1,4 @@
-"""Entry points that write new tokens into a paged cache, at the module path and with the signatures of
+"""Entry points that append new tokens to a paged cache, at the module path and with the signatures of
 ``flashinfer.page``."""
 
 from __future__ import annotations
@@ -45,56 +45,61 @@ def append_paged_kv_cache(
     uses_shared_paged_kv_idx: bool = True,
     enable_pdl: bool | None = None,
 ) -> None:
-    """Write new keys and values into the pages of a cache, quantized as its dtype says.
+    """Write new keys and values into the pages of a cache, quantized to the cache's dtype.
 
-    The call is one launch and does not wait for the device, so that CUDA graphs can capture it. Graphs may have room
-    for more tokens than there are: a token with a negative batch index or position is padding and is not written. A
-    token past the pages of its request is not written either, nor is one of a request that does not exist, or whose
-    page id is out of range: such a token is lost, and ``HOPWELL_CHECK=1`` reports it. Which of two tokens with the
-    same place is written is not defined.
+    The call is one launch and does not wait for the device, so CUDA graphs can capture it. Graphs may have room for
+    more tokens than exist: a token with a negative batch index or position is padding and is not written. The call also
+    skips a token past the pages of its request, a token of a request that does not exist, and a token whose page id is
+    out of range. Such a token is lost; ``HOPWELL_CHECK=1`` reports it. If two tokens have the same place, it is
+    undefined which of them is written.
 
-    Rounding is that of ``hopwell.layouts``: e4m3 takes x / scale rounded to nearest even, clamped at +-448; NVFP4 takes
-    a scale factor e4m3(max / 6) for each 16 elements of x / scale, and codes of what remains, clamped at +-6.
+    Rounding is the same as in ``hopwell.layouts``. e4m3 takes x / scale rounded to nearest even, clamped at +-448.
+    NVFP4 takes a block scale e4m3(max / 6) for each 16 elements of x / scale, and codes of the quotients, clamped at
+    +-6.
 
-    Signature and meaning follow FlashInfer's documentation of the function of this name; the keywords are ours.
+    The signature and the meaning follow FlashInfer's documentation of the function of this name. The keyword-only
+    arguments are hopwell's.
 
     Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
     warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
-        append_key: bfloat16 or float16 [tokens, kv_heads, head_dim]; token and head strides are free multiples of 16
-            bytes, so that a slice of packed QKV will do.
-        append_value: likewise; its head_dim may differ.
+        append_key: bfloat16 or float16 [tokens, kv_heads, head_dim]. Token and head strides are free multiples of 16
+            bytes, so a slice of packed QKV is allowed.
+        append_value: the same; its head_dim may differ.
         batch_indices: int32, uint32 or int64 [tokens], the request that a token belongs to; negative for padding.
-        positions: likewise, the place of a token among the keys of its request; negative for padding.
+        positions: int32, uint32 or int64 [tokens], the position of a token among the keys of its request; negative for
+            padding.
         paged_kv_cache: a pair (K, V) of [pages, page_size, kv_heads, head_dim] ("NHD") or
-            [pages, kv_heads, page_size, head_dim] ("HND"), or one tensor stacked on dimension 1. In the dtype of
-            append_key, float8_e4m3fn, or uint8 for NVFP4, with head_dim / 2 as the last dimension. page_size is a power
-            of two up to 1024.
-        kv_indices: int32, uint32 or int64 [pages], page ids of the requests in a row.
-        kv_indptr: likewise [batch + 1], where those of each request begin in ``kv_indices``.
-        kv_last_page_len: likewise [batch], or None. It enters no computation, as ``positions`` say the same.
+            [pages, kv_heads, page_size, head_dim] ("HND"), or one tensor stacked on dimension 1. The dtype is
+            append_key's dtype, float8_e4m3fn, or uint8 for NVFP4, with head_dim / 2 as the last dimension. page_size is
+            a power of two up to 1024.
+        kv_indices: int32, uint32 or int64 [pages], page ids of all requests, one request after another.
+        kv_indptr: int32, uint32 or int64 [batch + 1], the index in ``kv_indices`` of each request's first page id.
+        kv_last_page_len: int32, uint32 or int64 [batch], or None. It enters no computation: ``positions`` contain the
+            same information.
         kv_layout: "NHD" or "HND".
-        k_scale: divisor of keys: a positive float, or one float32 in a tensor, of which only ``HOPWELL_CHECK=1`` reads
-            the value. The global scale of NVFP4. Belongs into ``bmm1_scale`` of the attention call. 1.0 for 16-bit
-            caches.
-        v_scale: divisor of values, likewise, for ``bmm2_scale``.
+        k_scale: divisor of keys: a positive float, or a tensor of one float32, whose value only ``HOPWELL_CHECK=1``
+            reads. It is the global scale of NVFP4. The caller multiplies it into ``bmm1_scale`` of the attention call.
+            1.0 for 16-bit caches.
+        v_scale: divisor of values, in the same forms, for ``bmm2_scale``.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8, as a pair or stacked like the cache, with
             head_dim / 16 as the last dimension.
         v_scale_layout: "linear" for ``xqa_batch_decode_with_kv_cache``, "interleaved" (by four tokens) for
-            ``trtllm_batch_context_with_kv_cache``. Their caches cannot be told apart.
+            ``trtllm_batch_context_with_kv_cache``. hopwell cannot tell the two kinds of cache apart.
         block_tables: int32, uint32 or int64 [batch, pages_per_request], page ids in place of ``kv_indices`` and
             ``kv_indptr``.
         uses_shared_paged_kv_idx: False for ``block_tables`` [batch, 2, pages_per_request] with ids of K and of V.
-        enable_pdl: programmatic dependent launch; None means where the device has it.
+        enable_pdl: programmatic dependent launch; None enables it on devices that have it.
 
     Returns:
         None: the cache is written in place.
 
     Raises:
-        TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
-        ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
-        NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
+        TypeError: an argument has a wrong Python type, or a tensor scale is not float32.
+        ValueError: a dtype, shape, stride, alignment, device or value is wrong; the message names the argument.
+        NotImplementedError: the call is well-formed, but no kernel serves it on this architecture; the message lists
+            what is supported.
     """
     _APPEND.run(
         AppendArguments(
@@ -139,7 +144,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     """Write new keys and values into an NVFP4 cache: :func:`append_paged_kv_cache` under FlashInfer's other name.
 
     Args:
-        append_key: as there, like all that follow.
+        append_key: as there, like all arguments that follow.
         append_value: as there.
         batch_indices: as there.
         positions: as there.
@@ -182,21 +187,21 @@ def nvfp4_quantize_append_paged_kv_cache(
 def get_batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the request and the position of each new token, as :func:`append_paged_kv_cache` takes them.
+    """Compute the batch indices and positions of new tokens for :func:`append_paged_kv_cache`.
 
-    New tokens are the last ones of their requests. Nothing waits for the device.
+    New tokens are the last ones of their requests. The call does not wait for the device.
 
     Args:
-        append_indptr: int32, uint32 or int64 [batch + 1], where the new tokens of each request begin.
-        seq_lens: int32, uint32 or int64 [batch], tokens of each request, new ones included.
-        nnz: number of tokens in the results, the last element of ``append_indptr`` or more.
+        append_indptr: int32, uint32 or int64 [batch + 1], the index of each request's first new token.
+        seq_lens: int32, uint32 or int64 [batch], tokens of each request, new tokens included.
+        nnz: number of tokens in the results, at least the last element of ``append_indptr``.
 
     Returns:
         (batch_indices, positions): int32 [nnz] each, -1 for tokens of no request.
 
     Raises:
-        TypeError: an argument of a wrong Python type.
-        ValueError: a wrong dtype, shape or device.
+        TypeError: an argument has a wrong Python type.
+        ValueError: a dtype, shape or device is wrong.
 
     >>> starts = torch.tensor([0, 1, 3, 3, 6], dtype=torch.int32)
     >>> get_batch_indices_positions(starts, torch.tensor([5, 5, 5, 5]), 7)[1].tolist()
@@ -221,16 +226,16 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     """Compute the number of tokens of each request from its pages.
 
     Args:
-        kv_indptr: int32, uint32 or int64 [batch + 1], where the pages of each request begin.
-        kv_last_page_len: int32, uint32 or int64 [batch], tokens in the last page of each.
+        kv_indptr: int32, uint32 or int64 [batch + 1], the index of each request's first page.
+        kv_last_page_len: int32, uint32 or int64 [batch], tokens in the last page of each request.
         page_size: tokens of a page.
 
     Returns:
         int32 [batch].
 
     Raises:
-        TypeError: an argument of a wrong Python type.
-        ValueError: a wrong dtype, shape or device.
+        TypeError: an argument has a wrong Python type.
+        ValueError: a dtype, shape or device is wrong.
 
     >>> get_seq_lens(torch.tensor([0, 3, 4]), torch.tensor([13, 8]), 16).tolist()
     [45, 8]
@@ -256,7 +261,7 @@ def _page_rules(starts: torch.Tensor, last: torch.Tensor, page_size: int) -> Ite
 
 
 def _starts_and(starts_name: str, starts: Any, name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check [batch + 1] starts of requests, and [batch] of what else requests have, and return both as int64."""
+    """Check starts [batch + 1] and a second tensor [batch] of the same requests, and return both as int64."""
     checks.main_tensor(starts_name, starts)
     checks.dtype(starts_name, starts, checks.INTEGERS)
     checks.shape(starts_name, starts, ("batch + 1", None))
@@ -271,5 +276,5 @@ def _starts_and(starts_name: str, starts: Any, name: str, value: Any) -> tuple[t
 
 
 def _int32(values: torch.Tensor) -> torch.Tensor:
-    """Convert int64 to int32. Larger magnitudes become the largest ones: they must not turn into valid positions."""
+    """Convert int64 to int32. Values out of range are clamped, so that they do not wrap around to valid positions."""
     return values.clamp(INT32_MIN, INT32_MAX).int()

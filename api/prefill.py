@@ -27,7 +27,7 @@ LOG2 = "log2"
 
 
 def _checked_context(arguments: Arguments, call: ContextCall) -> Results:
-    """Check a call of the context entry that was not recognised, and launch it."""
+    """Check and launch a call of the context entry that is not in the cache of checked calls."""
     problem, out = context_problem(call), call.out
     stats = None if problem.lse is None else problem.lse.tensor
     if out is None and problem.out is not None and problem.out_scales is not None:
@@ -73,94 +73,97 @@ def trtllm_batch_context_with_kv_cache(
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
 ) -> torch.Tensor | FP4Tensor | tuple[torch.Tensor | FP4Tensor, torch.Tensor]:
-    """Compute attention, causal unless told, of new tokens over a paged KV cache that already holds their keys and
-    values.
+    """Compute causal (default) or full attention of new tokens over a paged KV cache that already holds them.
 
-    For query row t of a request with q_len new tokens and kv_len keys, p = kv_len - q_len + t is the row's own key and
-    keys 0..p are visible (bottom-right alignment), or p - window_left..p with a window::
+    Row t of a request with q_len new tokens and kv_len keys is aligned to the bottom right: its own key is p = kv_len -
+    q_len + t. The row sees keys 0..p, or p - window_left..p with a window::
 
         out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v
 
-    Nothing else is scaled: 1 / sqrt(head_dim) and the factors of quantised data belong into the two scales. A row with
-    no visible key gives 0. Requests without new tokens write nothing.
+    Nothing else is scaled: the caller multiplies 1 / sqrt(head_dim) and the scales of quantised data into the two
+    scales. A row without visible keys gives 0. Requests without new tokens write nothing.
 
-    With fp8 queries and an fp8 cache both products multiply float8_e4m3fn: softmax weights are rounded to it, relative
-    to the largest one of as many neighbouring keys as a kernel takes at a time, and added up in float32. In all other
-    cases they multiply 16-bit numbers, to which an fp8 or NVFP4 cache is dequantized exactly: the result has the bits
-    that the same values give in a 16-bit cache. Beside an NVFP4 cache that holds for fp8 queries as well: their kernels
-    multiply float16, to which they are dequantized, but on Hopper by a copy in each call. Values that an fp8 output
-    cannot hold become the largest that it can.
+    fp8 queries over an fp8 cache take fp8 MMA: both products multiply float8_e4m3fn. Softmax weights are rounded to
+    e4m3, relative to the largest weight of one key tile, and summed in float32. All other combinations multiply 16-bit
+    operands, and an fp8 or NVFP4 cache is dequantized to 16 bits exactly. The result is bitwise equal to the result of
+    a 16-bit cache with the same values. fp8 queries over an NVFP4 cache are dequantized to float16 too, so the same
+    holds for them. Their kernels do so themselves, except on Hopper, where each call makes a float16 copy of the
+    queries. Outputs in fp8 saturate at the largest e4m3 value.
 
-    Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
+    The signature and the meaning follow FlashInfer's function of this name, except where the text below says otherwise.
 
     Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
     warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
-        query: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn, requests one after the other. Strides
-            are free in multiples of 16 bytes, but for the last, which is 1.
-        kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
-            both; or a pair (K, V) of [pages, *page] tensors whose strides and V head_dim are independent. ``page`` is
-            [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype of
-            query, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide, head_dim a multiple
-            of 64 and page_size of 4). page_size is 1 to 1024; num_heads is a multiple of num_kv_heads.
+        query: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn, request after request. The last stride
+            is 1; the others are free multiples of 16 bytes.
+        kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1; or [pages, 1, *page], the same data
+            for both; or a pair (K, V) of [pages, *page] tensors with independent strides and V head_dim. ``page`` is
+            [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype is query's
+            dtype, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). NVFP4 takes a head_dim
+            that is a multiple of 64 and a page_size that is a multiple of 4. page_size is 1 to 1024; num_heads is a
+            multiple of num_kv_heads.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
-        block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request], or [batch_size, 2,
-            pages_per_request] with ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False. Entries
-            past the last page of a request are never read. The table may be narrower than ``max_kv_len`` tokens.
-        seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included.
-            One beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
-        max_q_len: upper bound of the new tokens of a request. It never changes a result, even where it is too small.
-        max_kv_len: upper bound of ``seq_lens``, likewise.
-        bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, 0 or more, or a one-element
-            float32 tensor that the kernel reads, so that it may change under a CUDA graph. A tensor on the host is read
-            during the call, which is slower. A negative one on the device makes the output NaN.
-        bmm2_scale: factor on the output, likewise.
+        block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request]. With
+            ``uses_shared_paged_kv_idx=False`` [batch_size, 2, pages_per_request] with the ids of the K pages and of the
+            V pages. Entries past the last page of a request are never read. The table may cover fewer than
+            ``max_kv_len`` tokens.
+        seq_lens: int32, uint32 or int64, ``batch_size`` elements: the keys of each request in tokens, new tokens
+            included. A length beyond the capacity of ``block_tables`` counts as that capacity. A length that is
+            negative as int32 counts as 0.
+        max_q_len: upper bound of the new tokens of a request. It never changes a result, even if it is too small.
+        max_kv_len: upper bound of ``seq_lens``. It never changes a result, even if it is too small.
+        bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)), 0 or more: a float, or a one-element
+            float32 tensor. The kernel reads the tensor, so its value may change under a CUDA graph. A tensor on the
+            host is read during the call, which is slower. A negative value on the device makes the output NaN.
+        bmm2_scale: factor on the output, in the same forms.
         batch_size: number of requests.
-        cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], where each request starts in ``query``, in tokens.
+        cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], the first token of each request in ``query``.
         cum_seq_lens_kv: int32, uint32 or int64. Lengths come from ``seq_lens``; callers of FlashInfer pass token or
-            page counts here, so only its type and device are checked.
-        window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
+            page counts here, so only the type and the device are checked.
+        window_left: keys to the left of its own key that a row sees, 0 or more; -1 means all of them.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates. For an NVFP4 output
             an FP4Tensor with ``data`` [tokens, num_heads, V head_dim / 2] and ``scale`` [rows, num_heads * V head_dim /
-            16, rounded up to a multiple of 4], of which the rows from ``scale_start_index`` on, one for each token, are
-            written.
-        out_dtype: dtype of the output: that of query, float16 or bfloat16, or for fp8 queries the string "nvfp4", which
-            takes a V head_dim that is a multiple of 16. None means that of ``out``, or of query.
-        o_sf_scale: factor on an NVFP4 output before it is rounded, positive: element = code * scale / o_sf_scale, as
-            :func:`hopwell.layouts.dequantize_nvfp4_output` has it; None otherwise.
+            16, rounded up to a multiple of 4]. The call writes one row of ``scale`` for each token, from
+            ``scale_start_index`` on.
+        out_dtype: dtype of the output: query's dtype, float16, bfloat16, or the string "nvfp4" for fp8 queries, which
+            takes a V head_dim that is a multiple of 16. None means the dtype of ``out``, or of query.
+        o_sf_scale: positive factor on an NVFP4 output before rounding: element = code * scale / o_sf_scale, as in
+            :func:`hopwell.layouts.dequantize_nvfp4_output`. None for other outputs.
         o_sf_vec_size: None, or 16 for an NVFP4 output.
         kv_layout: "HND" or "NHD".
-        enable_pdl: programmatic dependent launch; None means where the device has it (compute capability 9 and later).
-        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
-            without a value and not scaled.
-        kv_block_scales: float8_e4m3fn, or uint8 with the same bits, one for 16 elements of an NVFP4 cache, in the
-            layout of ``kv_cache`` with head_dim / 16 as its last size; FlashInfer's code calls it ``kv_cache_sf``. V
-            scales are interleaved in groups of four tokens (see :class:`hopwell.layouts.VScaleLayout`). Strides are
-            free in multiples of 4 bytes, but for the last, which is 1.
-        skip_softmax_threshold_scale_factor: allows leaving out keys whose weight is below this factor / kv_len; None
-            and 0 mean exact attention.
+        enable_pdl: programmatic dependent launch; None enables it on devices that have it (compute capability 9 and
+            later).
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
+            key per head, which has no value.
+        kv_block_scales: float8_e4m3fn, or uint8 with the same bits: one scale for 16 elements of an NVFP4 cache, in the
+            layout of ``kv_cache`` with head_dim / 16 as its last size. FlashInfer's code calls it ``kv_cache_sf``. V
+            scales are interleaved in groups of four tokens (see :class:`hopwell.layouts.VScaleLayout`). The last stride
+            is 1; the others are free multiples of 4 bytes.
+        skip_softmax_threshold_scale_factor: lets kernels skip keys whose weight is below this factor / kv_len; None and
+            0 mean exact attention.
         uses_shared_paged_kv_idx: whether K and V share their page ids.
-        kv_cache_sf: another name of ``kv_block_scales``; one of the two at most is given.
-        causal: False lets every row see all keys of its request; a window is refused with it.
+        kv_cache_sf: another name of ``kv_block_scales``; at most one of the two may be given.
+        causal: False lets every row see all keys of its request; it is refused together with a window.
         lse: float32 [tokens, num_heads] to write into, contiguous. Written with ``return_lse`` only; None allocates.
-        return_lse: also return the log-sum-exp of each row's logits, sinks included; -inf where it sees no key. Tokens
-            of no request are left as they are.
-        lse_base: "log2" for the logarithm to base 2, or "ln" for the natural one.
-        multi_ctas_kv_counter_buffer: None or any tensor. hopwell has counters of its own and does not use it.
+        return_lse: also return the log-sum-exp of each row's logits, sinks included; -inf for a row without visible
+            keys. Tokens of no request are not written.
+        lse_base: "log2" for the logarithm to base 2, or "ln" for the natural logarithm.
+        multi_ctas_kv_counter_buffer: None or any tensor. hopwell has its own counters and does not use it.
         backend: any string or None. FlashInfer chooses between implementations with it; hopwell has one.
         use_fp16_softmax: None or False. True is refused: the softmax is computed in float32.
         uses_spcompress: None or False. True is refused.
 
     Returns:
-        The output: ``out`` itself where given, else a contiguous tensor, or an FP4Tensor of NVFP4. With ``return_lse``
-        a pair of it and the log-sum-exp (``lse`` itself where given).
+        The output: ``out`` itself if given, else a contiguous tensor, or an FP4Tensor for NVFP4. With ``return_lse`` a
+        pair of the output and the log-sum-exp (``lse`` itself if given).
 
     Raises:
-        TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
-        ValueError: a wrong dtype, shape, stride, alignment, device or value, or arguments that exclude each other; the
+        TypeError: an argument has a wrong Python type, or a tensor scale is not float32.
+        ValueError: a dtype, shape, stride, alignment, device or value is wrong, or arguments exclude each other; the
             message names the argument.
-        NotImplementedError: a combination without a kernel on the device's architecture, see
+        NotImplementedError: the device's architecture has no kernel for the combination, see
             :func:`hopwell.kernels.capability.features.support_matrix`.
     """
     k, v = (kv_cache, None) if type(kv_cache) is Tensor else halves(kv_cache)
@@ -169,7 +172,7 @@ def trtllm_batch_context_with_kv_cache(
     if given_scales is not None:
         k_scales, v_scales = halves(given_scales)
         query_dtype = getattr(query, "dtype", None)
-    # A function's result among the arguments would make Python build them as a list first.
+    # Calls of output_parts among the arguments would make Python build a list before the tuple.
     data, out_scales, first_row = out, None, None
     if type(out) is not Tensor and out is not None:
         data, out_scales, first_row = output_parts(out)
@@ -231,7 +234,7 @@ def trtllm_batch_context_with_kv_cache(
         )
     repeated = _CONTEXT.latest(arguments, out, lse)
     if repeated is None and query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
-        arguments = (query := dequantized_query(query), *arguments[1:])  # itself where kernels dequantize it
+        arguments = (query := dequantized_query(query), *arguments[1:])  # unchanged if kernels dequantize it
         repeated = _CONTEXT.latest(arguments, out, lse)
     done = repeated or _CONTEXT.repeat(arguments, out, lse)
     if done is None:
@@ -267,19 +270,23 @@ def trtllm_fmha_v2_prefill(
     """Compute attention over packed, contiguous, separate or paged inputs.
 
     For each request ``out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v``. Masks are aligned to
-    the bottom right: row t of q_len sits at key p = kv_len - q_len + t. A row with no visible key gives 0.
+    the bottom right: row t of q_len has key p = kv_len - q_len + t. A row without visible keys gives 0.
 
-    Signature and meaning follow FlashInfer's function of this name. Differences: strides are honoured in all layouts
-    but the (K, V) pool, ``bmm2_scale`` counts for every dtype, contiguous KV may be longer than the queries,
-    ``window_left=0`` means a window of one key under every mask mode that takes one and ``chunked_attention_size=1`` a
-    chunk of one, "padding" hides no key under ALiBi either, and contradictory arguments, unknown mask modes and unknown
-    position encodings are refused.
+    The signature and the meaning follow FlashInfer's function of this name, with these differences:
+
+    * Strides are honoured in all layouts except the (K, V) pool.
+    * ``bmm2_scale`` counts for every dtype.
+    * Contiguous KV may be longer than the queries.
+    * ``window_left=0`` means a window of one key under every mask mode that takes a window.
+    * ``chunked_attention_size=1`` means chunks of one key.
+    * "padding" hides no key, under ALiBi either.
+    * Contradictory arguments, unknown mask modes and unknown position encodings are refused.
 
     Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
     warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
-        qkv: bfloat16, float16 or float8_e4m3fn tensors as ``input_layout`` says, all of one dtype.
+        qkv: bfloat16, float16 or float8_e4m3fn tensors in the form that ``input_layout`` names, all of one dtype.
         input_layout: one of
 
             * "PACKED_QKV": qkv is [tokens, 3, num_heads, head_dim].
@@ -290,49 +297,49 @@ def trtllm_fmha_v2_prefill(
               different numbers of pages.
             * "Q_PAGED_KV_HND": the same with num_kv_heads before page_size.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
-        seq_lens: int32, uint32 or int64, ``batch_size`` elements. As in FlashInfer, KV lengths are the differences of
-            ``cum_seq_lens_kv``; this is checked but not read.
-        max_q_len: upper bound of the queries of a request. It never changes a result, even where it is too small.
-        max_kv_len: upper bound of the keys of a request, likewise.
+        seq_lens: int32, uint32 or int64, ``batch_size`` elements. It is checked but not read: as in FlashInfer, KV
+            lengths are the differences of ``cum_seq_lens_kv``.
+        max_q_len: upper bound of the queries of a request. It never changes a result, even if it is too small.
+        max_kv_len: upper bound of the keys of a request. It never changes a result, even if it is too small.
         bmm1_scale: factor on q k^T, a float in natural units, not negative; 0 means 1 / sqrt(head_dim).
         bmm2_scale: factor on the output, a float.
         batch_size: number of requests.
-        cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], where each request starts in Q, in tokens.
+        cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], the first token of each request in Q.
         cum_seq_lens_kv: the same for K and V. With pages only the differences matter.
-        block_tables: page ids, int32, uint32 or int64, for the two paged layouts and only for them: [batch_size,
-            pages_per_request] with a stacked pool; [batch_size, 2, pages_per_request] with a (K, V) pair, where both
-            rows count pages from K's first.
+        block_tables: int32, uint32 or int64 page ids, required by the two paged layouts and refused by the others:
+            [batch_size, pages_per_request] with a stacked pool; [batch_size, 2, pages_per_request] with a (K, V) pair.
+            Both rows of a pair count pages from K's first page.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates.
-        out_dtype: a torch.dtype or the name of one such as "bfloat16": that of Q, float16 or bfloat16, see
-            :func:`hopwell.kernels.capability.features.support_matrix`; None means that of ``out``, or of Q. Values that
-            float8_e4m3fn cannot hold become the largest that it can.
-        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
-            without a value and not scaled.
+        out_dtype: a torch.dtype or its name, such as "bfloat16": Q's dtype, float16 or bfloat16, see
+            :func:`hopwell.kernels.capability.features.support_matrix`. None means the dtype of ``out``, or of Q.
+            float8_e4m3fn outputs saturate at the largest e4m3 value.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
+            key per head, which has no value.
         pos_encoding_mode: None or "none", or "alibi"; case does not matter.
-        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c), to which ALiBi adds; None and 0 mean off, as
-            does c > 2^64, where the two are the same in float32.
+        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c), to which ALiBi adds its bias. None and 0 mean
+            no cap. c > 2^64 means no cap either: the two are the same in float32.
         mask_mode: "causal" (keys 0..p), "sliding_window", "chunked" or "padding" (every key of the request); case does
-            not matter. A window or a chunk size takes effect under all modes but "padding", where it is refused, and
-            without either "sliding_window" and "chunked" are causal.
+            not matter. A window or a chunk size takes effect under all modes except "padding", which refuses it.
+            "sliding_window" without a window and "chunked" without chunks are causal.
         window_left: w >= 0 limits a row to keys p - w..p; -1 means no window.
-        chunked_attention_size: a power of two C limits a row to keys (p // C) * C..p, so 1 leaves it its own key; 0
+        chunked_attention_size: a power of two C limits a row to keys (p // C) * C..p, so 1 leaves only its own key; 0
             means no chunks.
         save_softmax_stats: also return the softmax statistics.
-        skip_softmax_threshold_scale_factor: allows leaving out keys whose weight is below this factor / kv_len; 0 means
+        skip_softmax_threshold_scale_factor: lets kernels skip keys whose weight is below this factor / kv_len; 0 means
             exact attention.
 
     Returns:
-        The output: ``out`` itself where given, else a contiguous tensor. With ``save_softmax_stats`` a pair of it and
-        the statistics, float32 [tokens, num_heads, 2], in FlashInfer's form for Hopper: [..., 0] is the row's largest
-        logit divided by sqrt(head_dim), for plain logits without ``bmm1_scale``; [..., 1] is the sum of exponentials
-        relative to the largest logit, sinks not included. With ``bmm1_scale = 1 / sqrt(head_dim)`` the log-sum-exp is
-        the first plus the logarithm of the second. A row without visible keys has (-inf, 0).
+        The output: ``out`` itself if given, else a contiguous tensor. With ``save_softmax_stats`` a pair of the output
+        and the statistics, float32 [tokens, num_heads, 2], in FlashInfer's form for Hopper. [..., 0] is the row's
+        largest logit divided by sqrt(head_dim), for plain logits without ``bmm1_scale``. [..., 1] is the sum of
+        exponentials relative to the largest logit, without sinks. With ``bmm1_scale = 1 / sqrt(head_dim)`` the
+        log-sum-exp is the first plus the logarithm of the second. A row without visible keys has (-inf, 0).
 
     Raises:
-        TypeError: an argument of a wrong Python type.
-        ValueError: a wrong dtype, shape, stride, alignment, device or value, or a window together with chunks; the
-            message names the argument.
-        NotImplementedError: a combination without a kernel on the device's architecture, see
+        TypeError: an argument has a wrong Python type.
+        ValueError: a dtype, shape, stride, alignment, device or value is wrong, or a window comes together with chunks;
+            the message names the argument.
+        NotImplementedError: the device's architecture has no kernel for the combination, see
             :func:`hopwell.kernels.capability.features.support_matrix`.
     """
     query, k, v, pool = leaves(qkv)

@@ -11,17 +11,17 @@ __all__ = ["FP4Tensor"]
 
 
 class FP4Tensor:
-    """An NVFP4 tensor: packed e2m1 values with one e4m3 scale per 16 of them.
+    """NVFP4 tensor: packed e2m1 values with one e4m3 scale for 16 values.
 
-    torch has no 4-bit float, so the two parts travel together. Attributes and rules are those of
-    ``flashinfer.utils.FP4Tensor``.
+    torch has no 4-bit float, so the two parts travel together. Attributes and rules equal
+    ``flashinfer.utils.FP4Tensor``'s.
 
     Args:
-        data: uint8 [rows, ..., ceil(n / 2)], two values a byte, the even-indexed one in the low nibble.
+        data: uint8 [rows, ..., ceil(n / 2)], two values a byte, the even-indexed value in the low nibble.
         scale: float8_e4m3fn, rows in the 128x4 swizzled order that block-scaled matrix multiplications read; the number
             of rows is a multiple of 128.
         scale_start_index: row of ``scale`` that belongs to row 0 of ``data``. Several tensors can share one ``scale``.
-        original_shape: shape before packing, the last size n instead of ceil(n / 2).
+        original_shape: shape before packing, with n instead of ceil(n / 2) as the last size.
 
     Attributes:
         dtype: always the string ``"nvfp4"``.

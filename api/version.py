@@ -1,3 +1,3 @@
-"""The one place that holds hopwell's version."""
+"""hopwell's version, defined only here."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Attention kernels in CuTe DSL, and what is needed to choose, compile and launch one."""
+"""Attention kernels in CuTe DSL, and the code that selects, compiles and launches them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Plan", "compile_ahead", "execute"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what launches kernels when it is first used, so that the command line starts without PyTorch."""
+    """Import the launch code at its first use, so that the command line starts without PyTorch."""
     if name not in ("Plan", "execute"):
         raise AttributeError(f"module 'hopwell.kernels' has no attribute {name!r}")
     found = getattr(importlib.import_module("hopwell.kernels.launch.plan"), name)

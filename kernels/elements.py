@@ -1,14 +1,14 @@
-"""Element types of operands, as they lie in memory: one row for each."""
+"""Element types of operands in memory: one row for each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A halfword has 16 bits: kernels count the columns of tiles and the strides of operands in halfwords, however wide
-# elements are.
+# A halfword has 16 bits. Kernels count the columns of tiles and the strides of operands in halfwords, for elements of
+# any width.
 HALFWORD_BYTES = 2
 INTERLEAVED_TOKENS = 4  # tokens whose V scales are neighbours in NVFP4 caches of prefill
-SCALE_COLUMNS = 128  # e4m3 elements of a row of 656 bytes that share one of the float32 scales behind them
+SCALE_COLUMNS = 128  # e4m3 elements of a row of 656 bytes per float32 scale; the scales lie behind the elements
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Element:
     """An element type of Q, K, V or the output.
 
     Attributes:
-        name: what it is called in the names of kernels and in messages.
+        name: the type's name in names of kernels and in messages.
         bits: the width of an element in memory.
-        block: neighbouring elements of a row that share a scale, which lies in memory of its own; 0 where none do.
+        block: neighbouring elements of a row that share a scale, which lies in a tensor of its own; 0 without scales.
         scale: the name of the type of these scales.
-        dequantized: whether kernels can turn it into the 16-bit type of the queries before it is multiplied.
+        dequantized: whether kernels can convert it to the 16-bit type of the queries before the product.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Element:
 
     @property
     def storage_bytes(self) -> int:
-        """Return the size in bytes of what strides count: an element, or two of 4 bits."""
+        """Bytes of the unit that strides count: one element, or two 4-bit elements."""
         return max(self.bits // 8, 1)
 
     def bytes_of(self, elements: int) -> int:
-        """Say how many bytes ``elements`` neighbouring elements take, without their scales.
+        """Return the bytes of ``elements`` neighbouring elements, without their scales.
 
         Raises:
-            ValueError: they do not fill whole bytes.
+            ValueError: the elements do not fill whole bytes.
         """
         size, rest = divmod(elements * self.bits, 8)
         if rest:
@@ -46,7 +46,7 @@ class Element:
         return size
 
     def scales_of(self, elements: int) -> int:
-        """Say how many scales a row of ``elements`` elements has.
+        """Return the number of scales of a row of ``elements`` elements.
 
         Raises:
             ValueError: the row does not consist of whole blocks.
@@ -65,7 +65,7 @@ ELEMENTS = {
         Element("fp16", 16),
         Element("e4m3", 8, dequantized=True),
         Element("int8", 8, dequantized=True),
-        Element("fp8_ds_mla", 8, dequantized=True),  # its scales are part of a row, see parts/dequantized_rows.py
+        Element("fp8_ds_mla", 8, dequantized=True),  # scales inside a row, see parts/dequant/latent_rows.py
         Element("nvfp4", 4, block=16, scale="e4m3", dequantized=True),
     )
 }

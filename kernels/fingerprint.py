@@ -1,6 +1,6 @@
 """The hash of the sources and tools that kernels are compiled from: the key of this version's folder in the cache.
 
-The package imports this module before its others, so that the hash describes the sources that they are imported from.
+The package imports this module first, so the hash describes the sources from which the other modules are imported.
 Kernel modules are imported when the first kernel is built, and the DSL reads their sources again to trace them. A
 process whose sources are replaced in between would compile a mixture, so :func:`check` refuses to compile there.
 """
@@ -17,9 +17,9 @@ SOURCES = pathlib.Path(__file__).parent
 
 
 def of_disk() -> str:
-    """Hash the sources and versions that are installed now, and the kind of machine; takes about 5 ms."""
+    """Hash the installed sources and versions, and the machine type; takes about 5 ms."""
     digest = hashlib.sha256()
-    # The object file holds host code, and machines of two kinds may share a home directory.
+    # The object file holds host code, and machines of two types may share a home directory.
     digest.update(f"{platform.machine()}\n".encode())
     for name in TOOLCHAIN:
         digest.update(f"{name}=={importlib.metadata.version(name)}\n".encode())

@@ -1,29 +1,29 @@
-"""What each architecture has: the one place for its limits. No torch, no DSL."""
+"""Limits of each architecture, in one place. No torch, no DSL."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-WARP_MMA = "mma.sync"  # the matrix instruction of single warps, which every architecture here has
-REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
+WARP_MMA = "mma.sync"  # the matrix instruction of single warps, available on every architecture here
+REGISTERS = 65536  # 32-bit registers of an SM, on every architecture here
 WARPGROUP = 128  # threads
 LANES = 32  # threads of a warp
 WARPS = WARPGROUP // LANES  # warps of a warpgroup
-CACHE_LINE_BYTES = 128  # of a line of the L2 cache, as memory is read
+CACHE_LINE_BYTES = 128  # of the L2 cache, the unit of memory reads
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture that kernels are compiled for.
+    """An architecture that kernels are compiled for.
 
     Attributes:
-        name: what the compiler calls it.
-        capability: the compute capability of its devices; minor None stands for any.
-        shared_bytes: shared memory that a CTA can have.
+        name: the compiler's name for it.
+        capability: the compute capability of its devices; minor None means any.
+        shared_bytes: the most shared memory of a CTA.
         reserved_bytes: shared memory that the system takes with each CTA.
-        tensor_memory_columns: columns of tensor memory of a multiprocessor, 0 without tensor memory.
+        tensor_memory_columns: columns of tensor memory of an SM, 0 without tensor memory.
         matrix_instruction: the family of matrix instructions that its fastest kernels use.
-        gpus: products with devices of this architecture, as the support matrix names them.
+        gpus: products with this architecture, as the support matrix names them.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Architecture:
     reserved_bytes: int = 1024
 
     def shared_bytes_of(self, ctas: int) -> int:
-        """Say how many bytes of shared memory each of ``ctas`` CTAs of a multiprocessor can have."""
+        """Return the most shared memory of each CTA in bytes if ``ctas`` CTAs share an SM."""
         return (self.shared_bytes + self.reserved_bytes) // ctas - self.reserved_bytes
 
 
-DEFAULT_ARCH = "sm_90a"  # of commands that compile, and of the emulator
+DEFAULT_ARCH = "sm_90a"  # default of commands that compile, and of the emulator
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
@@ -59,6 +59,6 @@ def with_instruction(name: str) -> tuple[str, ...]:
 
 
 def of_capability(major: int, minor: int) -> str | None:
-    """Return the name of the architecture of a device of this compute capability, or None where there is none."""
+    """Return the name of the architecture with this compute capability, or None if there is none."""
     fits = (arch.name for arch in ARCHITECTURES.values() if arch.capability in ((major, minor), (major, None)))
     return next(fits, None)

@@ -1,8 +1,8 @@
-"""Masks: which keys a row sees, what kernels and messages call that, and which row of the support matrix it is.
+"""Masks: the keys that a row sees, their names in kernels and messages, and their rows of the support matrix.
 
-This is the one place for a mask that is an interval of keys: tile ranges, the tiles that need a predicate, and the
-predicate follow from its bounds, see ``parts/rows/mask.py``. Problems and configs name masks, so that nothing here
-needs the DSL.
+A mask that is an interval of keys is defined only here. Tile ranges, the tiles that need a predicate, and the predicate
+follow from its bounds, see ``parts/rows/mask.py``. Problems and configs name masks, so this module does not need the
+DSL.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-WIDEST = 1 << 30  # of windows: positions of keys and rows, less the window, fit 32 bits
+WIDEST = 1 << 30  # largest window: positions of keys and rows, minus the window, fit 32 bits
 
 
 def at_least(value: Any, least: int) -> Any:
-    """Return the larger of the two, where ``value`` is a tensor, a number, or one that a kernel computes."""
+    """Return the larger of the two; ``value`` is a tensor, a number, or a value that a kernel computes."""
     if isinstance(value, torch.Tensor):
         return value.clamp(min=least)
-    from cutlass import max as larger  # the DSL is there where kernels are traced, and takes seconds to import
+    from cutlass import max as larger  # the DSL takes seconds to import, and only traced kernels get here
 
     return larger(value, least)
 
@@ -40,15 +40,17 @@ def _chunk(position: Any, size: Any) -> Any:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What a kind of mask says. The row at ``position`` sees keys ``first(position, size)`` up to, but without,
-    ``end(position, size)``, as far as there are keys. Neither decreases with the position.
+    """Rule of a kind of mask: the row at ``position`` sees keys ``first(position, size)`` to ``end(position, size) -
+    1``.
+
+    Both bounds are clipped to the existing keys. Neither decreases with the position.
 
     Attributes:
-        name: what kernels and messages call it.
+        name: the mask's name in kernels and messages.
         feature, title: the row of the support matrix.
-        first, end: the bounds; None where the mask has none on that side.
-        size: the field of :class:`Mask` that bounds depend on, if any.
-        prefill: whether kernels of prefill take it. Those of decode and MLA say themselves what they take.
+        first, end: the bounds; None if the mask has no bound on that side.
+        size: the field of :class:`Mask` that the bounds depend on, if any.
+        prefill: whether prefill kernels take the mask. Decode and MLA list their masks themselves.
     """
 
     name: str
@@ -61,17 +63,17 @@ class MaskRule:
 
     @property
     def depends_on_position(self) -> bool:
-        """Tell whether rows see different keys."""
+        """Whether rows see different keys."""
         return self.first is not None or self.end is not None
 
 
 class MaskKinds(enum.Enum):
-    """Kinds of masks, each a :class:`MaskRule`, whose name is the member's value."""
+    """Kinds of masks. Each is a :class:`MaskRule`, whose name is the member's value."""
 
     rule: MaskRule
 
     def __new__(cls, rule: MaskRule) -> MaskKinds:
-        """Make the member of a rule."""
+        """Create the member of a rule."""
         member = object.__new__(cls)
         member._value_ = rule.name
         member.rule = rule
@@ -79,7 +81,7 @@ class MaskKinds(enum.Enum):
 
 
 class MaskKind(MaskKinds):
-    """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
+    """Kinds of masks. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
     # A row sees every key of the request.
     FULL = MaskRule("full", "full", "no mask")
@@ -87,9 +89,10 @@ class MaskKind(MaskKinds):
     CAUSAL = MaskRule("causal", "causal", "causal mask (bottom-right)", end=_to_itself)
     # A row sees keys p - window_left..p.
     SLIDING_WINDOW = MaskRule("sliding_window", "window", "sliding window", _window, _to_itself, "window_left")
-    # Keys (p // chunk) * chunk..p.
+    # A row sees keys (p // chunk) * chunk..p.
     CHUNKED = MaskRule("chunked", "chunked", "chunked mask", _chunk, _to_itself, "chunk")
-    # Keys p - window_left.., of the request's queries those of draft_mask, without one up to p: ``DraftMask``.
+    # A row sees keys p - window_left.. before the new tokens, and the new tokens in draft_mask; without one, up to p:
+    # ``DraftMask``.
     DRAFT = MaskRule(
         "draft",
         "speculative",
@@ -98,7 +101,8 @@ class MaskKind(MaskKinds):
         size="window_left",
         prefill=False,
     )
-    # Keys up to p of every n-th key of the request, which is what one rank has: see DcpRank. ``TokenPositions`` has p.
+    # A DCP rank holds every n-th key of a request; a row sees the rank's keys up to p: DcpRank. ``TokenPositions`` has
+    # p.
     CYCLIC = MaskRule(
         "cyclic", "dcp", "decode context parallel: a rank has every n-th key", end=_to_itself, prefill=False
     )
@@ -108,8 +112,8 @@ class MaskKind(MaskKinds):
 class Mask:
     """A mask kind with its parameters.
 
-    ``window_left`` counts keys to the left of the row's own position, where a negative number is no window; ``chunk``
-    is a power of two.
+    ``window_left`` counts keys to the left of the row's own position; a negative number means no window. ``chunk`` is a
+    power of two.
     """
 
     kind: MaskKinds
@@ -118,6 +122,6 @@ class Mask:
 
     @property
     def size(self) -> int:
-        """Return the parameter of the kind, which its bounds are computed with; 0 where it has none."""
+        """Parameter of the kind, from which its bounds are computed; 0 if it has none."""
         given = getattr(self, self.kind.rule.size) if self.kind.rule.size else 0
         return WIDEST if given < 0 else min(given, WIDEST)

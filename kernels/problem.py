@@ -1,9 +1,9 @@
-"""What every entry point reduces its arguments to: one attention problem over canonical strided views.
+"""The canonical form of every entry point's arguments: one attention problem over strided views.
 
-No kernel sees an API name. HND and NHD, stacked and separate caches, packed QKV, element offsets, cumulative lengths
-and the rest have become views and token counts by the time a :class:`AttentionProblem` exists.
+Kernels never see an API name. An :class:`AttentionProblem` contains only views and token counts: HND and NHD, stacked
+and separate caches, packed QKV, element offsets, cumulative lengths and the rest are converted before it exists.
 
-Notation: T query tokens in all, B requests, H query heads, Hkv KV heads, D head dimension (Dqk and Dv where they
+Notation: T query tokens of all requests, B requests, H query heads, Hkv KV heads, D head dimension (Dqk and Dv if they
 differ), P page-table width.
 """
 
@@ -17,11 +17,11 @@ import torch
 from hopwell.kernels.masks import Mask as Mask
 from hopwell.kernels.masks import MaskKind as MaskKind
 
-MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
+MAX_KEYS = 1 << 30  # keys of a paged request: positions of its keys and rows, and sums of two of them, fit 32 bits
 
-# The fast tanh rounds to 2^-23 of the cap, which under larger ones is more than bfloat16 makes of common logits.
+# The fast tanh rounds to 2^-23 of the cap. Under larger caps this error exceeds bfloat16's rounding of common logits.
 SMALL_CAP = 512.0
-# c tanh(x / c) is x in float32 for all x below c / 2^12. The softmax of larger logits is that of their rounding.
+# c tanh(x / c) is x in float32 for all x below c / 2^12. Larger logits have the softmax of their rounded values.
 LARGEST_CAP = 2.0**64
 
 
@@ -30,40 +30,40 @@ class Family(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-    MLA = "mla"  # decode whose value is part of the key
-    APPEND = "append"  # new tokens into a cache, see append_config.py
+    MLA = "mla"  # decode with a value that is part of the key
+    APPEND = "append"  # write new tokens into a cache, see append/config.py
 
 
 class ScoreKind(enum.Enum):
-    """What becomes of the scores x = softmax_scale * q k^T before the softmax."""
+    """Functions applied to the scores x = softmax_scale * q k^T before the softmax."""
 
     SCALED = "scaled"  # x
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
-    LARGE_SOFT_CAP = "large_soft_cap"  # the same, precise where x / c is small as well
+    LARGE_SOFT_CAP = "large_soft_cap"  # the same function, also precise for small x / c
     ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/rows/score.py
     CAPPED_ALIBI = "capped_alibi"  # c * tanh(x / c) + slope_h * key: the order of FlashInfer's fmha_v2 kernels
 
     @property
     def caps(self) -> bool:
-        """Tell whether scores are capped."""
+        """Whether scores are capped."""
         return self in (ScoreKind.SOFT_CAP, ScoreKind.LARGE_SOFT_CAP, ScoreKind.CAPPED_ALIBI)
 
     @property
     def has_slopes(self) -> bool:
-        """Tell whether distances count, by a slope for each head."""
+        """Whether scores get a bias by distance, with a slope for each head."""
         return self in (ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI)
 
 
 @dataclass(frozen=True)
 class Score:
-    """A kind of score with its parameter: ``soft_cap`` is c, in natural logits."""
+    """A kind of score and its parameter: ``soft_cap`` is c, in natural logits."""
 
     kind: ScoreKind = ScoreKind.SCALED
     soft_cap: float = 0.0
 
     @classmethod
     def capped(cls, cap: float, has_slopes: bool = False) -> Score:
-        """Return the score for a cap, where 0 means none, with ALiBi or without."""
+        """Return the score for a cap (0 means none), with or without ALiBi."""
         if not 0 < cap <= LARGEST_CAP:
             return cls(ScoreKind.ALIBI) if has_slopes else cls()
         if has_slopes:
@@ -90,11 +90,11 @@ class DcpRank:
 
 @dataclass(frozen=True)
 class TokenOffsets:
-    """Where requests start in a ragged tensor: request b starts at token ``tensor[b] // token_elements``.
+    """Starts of requests in a ragged tensor: request b starts at token ``tensor[b] // token_elements``.
 
-    ``tensor`` is int32, uint32 or int64 with at least B entries (B + 1 where lengths are taken from differences).
-    Kernels read the lower 32 bits of int64 offsets, as of all int64 lengths and page ids. ``token_elements`` is 1 for
-    cumulative token counts and the number of elements per token for cuDNN's element offsets.
+    ``tensor`` is int32, uint32 or int64 with at least B entries (B + 1 if lengths are differences of offsets). Kernels
+    read only the lower 32 bits of int64 offsets, lengths and page ids. ``token_elements`` is 1 for cumulative token
+    counts, and the number of elements per token for cuDNN's element offsets.
     """
 
     tensor: torch.Tensor
@@ -103,11 +103,11 @@ class TokenOffsets:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Page ids of each request: ``key[b, i]`` is the page of ``AttentionProblem.key`` that holds its tokens
-    [i * page_size, (i + 1) * page_size). ``value`` is the same for V; one tensor serves both when ids are shared.
+    """Page ids of each request: page ``key[b, i]`` of ``AttentionProblem.key`` holds tokens [i * page_size, (i + 1) *
+    page_size).
 
-    Both are [B, P] int32, uint32 or int64 views with a unit last stride. Entries at or past
-    ceil(kv_len / page_size) are never read and may hold anything.
+    ``value`` is the same for V; one tensor serves both if ids are shared. Both are [B, P] int32, uint32 or int64 views
+    with a unit last stride. Entries at or past ceil(kv_len / page_size) are never read and may hold anything.
     """
 
     key: torch.Tensor
@@ -115,7 +115,7 @@ class PageTable:
 
 
 class LseLayout(enum.Enum):
-    """How the log-sum-exp of request b, query token t, head h is addressed."""
+    """Address of the log-sum-exp of request b, query token t, head h."""
 
     RAGGED = "ragged"  # [T, H]: row = the token's row in the output
     PADDED = "padded"  # [B, max tokens, H]: row = (b, t)
@@ -124,8 +124,10 @@ class LseLayout(enum.Enum):
 
 @dataclass(frozen=True)
 class LogSumExp:
-    """Where and how to write LSE: float32, ``natural`` for base e, otherwise base 2. Rows that no request has become
-    -inf where it is padded, else they stay as they are."""
+    """Destination and form of the log-sum-exp: float32, base e if ``natural``, else base 2.
+
+    Rows of no request become -inf in the padded layout. In the other layouts they are not written.
+    """
 
     tensor: torch.Tensor
     layout: LseLayout
@@ -136,7 +138,10 @@ class LogSumExp:
 @dataclass(frozen=True)
 class BlockScales:
     """Scales of blocks of 16 elements of K and of V: e4m3 views [pages, Hkv, page_size, D / 16] with a unit last
-    stride. V's are interleaved by four tokens for prefill, see :mod:`hopwell.layouts.scales`, and not for decode."""
+    stride.
+
+    V's scales are interleaved by four tokens for prefill, see :mod:`hopwell.layouts.scales`, and linear for decode.
+    """
 
     key: torch.Tensor
     value: torch.Tensor
@@ -144,8 +149,10 @@ class BlockScales:
 
 @dataclass(frozen=True)
 class OutputScales:
-    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order. The scales of query
-    token t are in row ``first_row`` + t. ``factor`` multiplies the output before it is rounded."""
+    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order.
+
+    Row ``first_row`` + t has the scales of query token t. ``factor`` multiplies the output before it is rounded.
+    """
 
     tensor: torch.Tensor
     first_row: int
@@ -162,10 +169,11 @@ class AttentionProblem:
         value: [pages, Hkv, page_size, Dv], unit last stride; strides independent of ``key``'s.
         out: [T, H, Dv], unit last stride, or None: the launch allocates it like a contiguous [T, H, Dv].
         batch: B.
-        max_q_len, max_kv_len: the caller's upper bounds of the lengths. They size grids and select the kernel of decode
-            and MLA: another bound may change the rounding of their results, another batch with the same bound does not.
+        max_q_len, max_kv_len: the caller's upper bounds of the lengths. They size grids and select decode and MLA
+            kernels. Another bound may change the rounding of decode and MLA results; another batch with the same bound
+            does not.
         q_offsets: start of each request's queries; None means that the only request starts at token 0.
-        o_offsets: the same in ``out``; None means as ``q_offsets``.
+        o_offsets: the same in ``out``; None means equal to ``q_offsets``.
         k_offsets, v_offsets: starts in contiguous K and V; None means 0 (or paged).
         q_lens: [B] query lengths; None means differences of ``q_offsets``.
         kv_lens: [B] KV lengths, new tokens included; None means differences of ``k_offsets``.
@@ -173,31 +181,30 @@ class AttentionProblem:
         mask: which keys are visible.
         score: what happens to scores before the softmax.
         softmax_scale: natural scale of the logits, a host float or a one-element float32 tensor on the device.
-        output_scale: factor on the output, likewise.
+        output_scale: factor on the output, in the same forms.
         sinks: [H] float32 or bfloat16 natural logits of one extra key per head with a zero value, or None.
-        lse: where to store log-sum-exp, or None.
-        statistics: [T, H, 2] float32, contiguous, or None: where to store for each row of the output the largest logit
+        lse: destination of the log-sum-exp, or None.
+        statistics: destination [T, H, 2], float32, contiguous, or None. Each row of the output has its largest logit
             divided by sqrt(Dqk), for plain scores without ``softmax_scale``, and the sum of exponentials relative to
-            that logit. Sinks are not in it. A row without visible keys has (-inf, 0).
-        skip_softmax: keys whose weight is below ``skip_softmax / kv_len`` of the largest so far may be left out; 0
-            keeps all of them.
-        skipped_tiles: one int32 on the device to which the number of left-out (64 query rows, KV tile) pairs is added,
+            that logit. Sinks are not included. A row without visible keys has (-inf, 0).
+        skip_softmax: kernels may skip keys whose weight is below ``skip_softmax / kv_len`` of the largest weight so
+            far; 0 keeps all keys.
+        skipped_tiles: one int32 on the device, to which the number of skipped (64 query rows, KV tile) pairs is added,
             or None.
-        output_factor: a second factor on the output, likewise; only decode takes one.
-        draft_mask: for MaskKind.DRAFT, contiguous uint16 pairs [T, 2 * words]: the words of 32 bits of a query token
-            say which of its request's query tokens, as keys, it sees; bits at or past q_len are ignored. Without it a
-            query token sees itself and those before it.
-        token_table: [T, k] int32, uint32 or int64, or None: what a query token attends to, in place of a page table. An
-            entry is a token of ``key``, page * page_size + row. A query token takes the first entries, as many as it
-            sees keys and k at most, and ignores negative ones. Only MLA decode takes one.
-        DCP rank: for MaskKind.CYCLIC, which of all keys ``key`` holds; ``kv_lens`` counts those. Only decode and MLA
-        take
-            one.
-        kv_scales: for NVFP4 K and V, which are uint8 with two elements in a byte; None for all others.
-        out_scales: for an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all others.
-        scratch: memory for partial results of decode, see ``splitting.py``.
-        programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
-        family: the kernels that are to compute it.
+        output_factor: a second factor on the output, in the same forms; only decode takes one.
+        draft_mask: for MaskKind.DRAFT, contiguous uint16 pairs [T, 2 * words]. The 32-bit words of a query token have
+            one bit for each query token of its request that it sees as a key; bits at or past q_len are ignored.
+            Without a mask, a query token sees itself and the query tokens before it.
+        token_table: the top-k indices [T, k], int32, uint32 or int64, in place of a page table, or None. An entry is a
+            token of ``key``, page * page_size + row. A query token that sees n keys takes its first min(n, k) entries
+            and ignores negative ones. Only MLA decode takes a token table.
+        dcp_rank: for MaskKind.CYCLIC, the share of all keys that ``key`` holds; ``kv_lens`` counts these keys. Only
+            decode and MLA take one.
+        kv_scales: block scales of NVFP4 K and V, which are uint8 with two elements in a byte; None for all other types.
+        out_scales: block scales of an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all other types.
+        scratch: memory for partial results of decode, see ``config/splitting.py``.
+        programmatic_launch: let this kernel's launch overlap the tail of the preceding kernel (PDL).
+        family: the family of kernels that computes the problem.
     """
 
     query: torch.Tensor
@@ -235,15 +242,15 @@ class AttentionProblem:
 
     @property
     def v_dim(self) -> int:
-        """Return Dv in elements."""
+        """Dv in elements."""
         return self.value.shape[3] * (1 if self.kv_scales is None else 2)
 
     @property
     def mean_q_len(self) -> int:
-        """Return the mean number of queries of a request, rounded up, as far as shapes tell."""
+        """Mean number of queries of a request, rounded up and computed from shapes only."""
         return min(self.max_q_len, -(-self.query.shape[0] // max(self.batch, 1)))
 
     @property
     def is_latent(self) -> bool:
-        """Tell whether the value is part of the key, as in MLA decode."""
+        """Whether the value is part of the key, as in MLA decode."""
         return self.family is Family.MLA

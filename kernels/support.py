@@ -1,6 +1,6 @@
-"""Which device runs whose kernels, and the sizes that there are kernels for.
+"""The kernels that each device runs, and the head dims and page sizes with kernels.
 
-What each entry point can do on each architecture is in ``features.py``.
+``features.py`` lists the features of each entry point on each architecture.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ APPEND = "append_paged_kv_cache"
 NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
 SAME_AS = {TRTLLM_DECODE: XQA, NVFP4_APPEND: APPEND}  # entries without a table of their own
 
-# Prefill kernels have these head dims (QK, V): the first whatever they multiply with, the others where scores and the
-# output are in registers. Blackwell has kernels with tensor memory for the first, and those of sm_120 for the others.
+# Prefill kernels have these head dims (QK, V). Kernels of every matrix instruction have COMMON_HEAD_DIMS. Kernels that
+# keep scores and the output in registers also have REGISTER_HEAD_DIMS. Blackwell has tensor-memory kernels for the
+# common head dims, and uses the sm_120 kernels for the others.
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 REGISTER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
-# These are compiled on demand only.
+# Rare head dims are compiled on demand only.
 RARE_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS))
 OTHER_HEAD_DIMS = (*REGISTER_HEAD_DIMS, *RARE_HEAD_DIMS)
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
-DECODE_NVFP4_HEAD_DIMS = (64, 128, 256)  # lanes have equal parts of rows that consist of whole blocks
+DECODE_NVFP4_HEAD_DIMS = (64, 128, 256)  # each lane has an equal part of a row, and a row consists of whole blocks
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
-FP8_DS_MLA_HEAD_DIMS = (576, 512)  # of rows of 656 bytes
-FP8_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are multiples of 16 bytes
+FP8_DS_MLA_HEAD_DIMS = (576, 512)  # of caches with rows of 656 bytes
+FP8_HEAD_DIMS = tuple(  # of prefill with 8-bit operands, whose rows are multiples of 16 bytes
     dims for dims in (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
 )
 NVFP4_HEAD_DIMS = tuple(dims for dims in FP8_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64)  # scales are read by fours
@@ -48,35 +49,40 @@ HOPPER = hardware.with_instruction("wgmma")
 BLACKWELL = hardware.with_instruction("tcgen05")
 SM120 = hardware.with_instruction("mma.sync")
 
-# What prefill multiplies, as the rows of the support matrix have it: inputs and output of one 16-bit dtype, 16-bit
-# queries over e4m3 caches with an output like the queries, or e4m3 queries and caches with an output of 16 or 8 bits.
+# Operand types of prefill in the support matrix. "16bit": inputs and output of one 16-bit dtype. "fp8_kv": 16-bit
+# queries over e4m3 caches, with the queries' dtype as output. "fp8": e4m3 queries and caches with an output of 16 or 8
+# bits.
 TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8 = "16bit", "fp8_kv", "fp8"
 PREFILL_TYPES = (TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8)
 
-# A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
+# A family-specific build (sm_120f) runs on every device of compute capability 12.x; a build for sm_120a runs only on
+# 12.0.
 FAMILY_BUILDS = {"sm_120a": "sm_120f"}
-# Architectures besides their own that can run kernels, compiled for them. Kernels of sm_120a multiply with mma.sync and
-# load with TMA, which the others have as well; the products that scale blocks on sm_120 are plain ones there.
+# Other architectures that can run an architecture's kernels, compiled for them. sm_120a kernels multiply with mma.sync
+# and load with TMA, which the others have too. Block-scaled products of sm_120 become plain products there.
 ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
-# Kernels of these architectures have run on their GPUs. Kernels of the others have run on the emulator. Kernels of the
-# others with these matrix instructions, or with none, have also run on a Hopper GPU, compiled for it.
+# Kernels of RUN_ON_HARDWARE have run on GPUs of their architecture; all other kernels have run in the emulator. Kernels
+# of other architectures with the matrix instructions in RUN_ON_HOPPER ("" means none) have also run on a Hopper GPU,
+# compiled for it.
 RUN_ON_HARDWARE = HOPPER
 RUN_ON_HOPPER = ("", hardware.WARP_MMA, f"{hardware.WARP_MMA} e4m3")
 
 
 def append_page_size(size: int) -> bool:
-    """Tell whether appending has kernels for pages of so many tokens."""
+    """Return whether append has kernels for pages of ``size`` tokens."""
     return size <= MAX_PAGE_SIZE and size & (size - 1) == 0
 
 
 def arch_of(device: torch.device) -> str:
-    """Return the architecture whose kernels a call on ``device`` uses: the device's own, unless HOPWELL_KERNELS names
-    another one whose kernels the device can run.
+    """Return the architecture whose kernels a call on ``device`` uses.
+
+    It is the device's own architecture, unless HOPWELL_KERNELS names another one whose kernels the device can run.
 
     Raises:
         NotImplementedError: no kernel family exists for the device.
-        ValueError: the device is the CPU, and the emulator is switched off; or HOPWELL_KERNELS does not go with it.
+        ValueError: the device is the CPU and the emulator is switched off, or the device cannot run the kernels that
+            HOPWELL_KERNELS names.
     """
     own = native_arch(device)
     kernels = settings.choice("HOPWELL_KERNELS", ARCHS, "") or own
@@ -96,16 +102,16 @@ def target_of(device: torch.device) -> str:
 
 
 def build_of(arch: str) -> str:
-    """Return the architecture for which kernels of ``arch`` are compiled where nothing else is asked for."""
+    """Return the architecture for which kernels of ``arch`` are compiled by default."""
     return FAMILY_BUILDS.get(arch, arch)
 
 
 def native_arch(device: torch.device) -> str:
-    """Return the architecture that ``device`` is; for the CPU the one that is emulated.
+    """Return the architecture of ``device``; for the CPU, the emulated architecture.
 
     Raises:
         NotImplementedError: no kernel family exists for the device.
-        ValueError: the device is the CPU, and the emulator is switched off.
+        ValueError: the device is the CPU and the emulator is switched off.
     """
     if device.type == "cuda":
         return _cuda_arch(device)

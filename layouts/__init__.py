@@ -1,13 +1,13 @@
 """Memory layouts of the entry points' arguments, as views, and helpers that fill low-precision caches.
 
-Two audiences. The entry points turn every accepted form of an argument into the one form kernels know, without a copy
-and without reading a value on the host:
+The package has two audiences. The entry points convert every accepted form of an argument to the one form that kernels
+take, without a copy and without reading a value on the host:
 
 * ``kv_cache``: stacked, paired, HND, NHD, ragged and MLA caches as views [pages, kv_heads, page_size, head_dim].
 * ``paging``: 2-D and 3-D page tables.
 * ``ragged``: lengths, cumulative lengths and element offsets.
 * ``fmha_v2``: the five input layouts of ``trtllm_fmha_v2_prefill``.
-* ``tma``: what TMA can address.
+* ``tma``: the rules for tensors that TMA addresses.
 
 Users fill quantized caches, and read quantized outputs:
 
@@ -16,9 +16,9 @@ Users fill quantized caches, and read quantized outputs:
 * ``e2m1``: 4-bit codes and their packing.
 * ``nvfp4``: quantization of tensors, caches and outputs.
 * ``scales``: block scales of NVFP4 caches, linear and interleaved.
-* ``swizzle``: the 128x4 order of output scale factors.
+* ``swizzle``: the 128x4 order of output scales.
 
-Errors are TypeError for wrong Python types and dtypes, otherwise ValueError.
+Wrong Python types and dtypes raise TypeError; all other errors are ValueError.
 """
 
 from hopwell.layouts.e2m1 import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1

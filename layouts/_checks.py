@@ -1,4 +1,4 @@
-"""Argument checks shared by this package: each names the argument, what it got and what is allowed.
+"""Argument checks shared by this package: each names the argument, the given value and the allowed values.
 
 Wrong Python types and dtypes raise TypeError, everything else ValueError. No check reads a tensor's elements.
 """
@@ -14,7 +14,7 @@ import torch
 
 INDEX_TYPES = (torch.int32, torch.uint32, torch.int64)
 SCALE_TYPES = (torch.float8_e4m3fn, torch.uint8)  # uint8 holds the bits of e4m3
-FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # what low-precision caches are quantized from and back to
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # source and target types of quantization
 
 _E = TypeVar("_E", bound=enum.Enum)
 
@@ -25,7 +25,7 @@ def require_tensor(value: Any, name: str) -> None:
 
 
 def require_rank(tensor: Any, rank: int, name: str, shape: str) -> None:
-    """Check that ``tensor`` is a tensor of ``rank`` dimensions; ``shape`` describes them for the message."""
+    """Check that ``tensor`` is a tensor of ``rank`` dimensions; ``shape`` describes them in the message."""
     require_tensor(tensor, name)
     if tensor.dim() != rank:
         raise ValueError(f"{name} must be {rank}-D {shape}, got shape {tuple(tensor.shape)}")
@@ -47,14 +47,14 @@ def require_multiple(value: int, divisor: int, name: str) -> None:
 
 
 def require_same(first: Any, second: Any, what: str, names: tuple[str, str]) -> None:
-    """Check one property (``what``) of two arguments; a dtype mismatch is a TypeError like any other wrong dtype."""
+    """Check one property (``what``) of two arguments. A dtype mismatch is a TypeError, like every wrong dtype."""
     if first != second:
         error = TypeError if isinstance(first, torch.dtype) else ValueError
         raise error(f"{names[0]} and {names[1]} must have the same {what}, got {first} and {second}")
 
 
 def require_pair(value: Any, name: str) -> tuple[Any, Any]:
-    """Unpack a tuple or list of two, as in (key, value)."""
+    """Unpack a tuple or list of two, such as (key, value)."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"{name} must be a torch.Tensor or a tuple of two, got {type(value).__name__}")
     if len(value) != 2:
@@ -63,7 +63,7 @@ def require_pair(value: Any, name: str) -> tuple[Any, Any]:
 
 
 def require_member(kind: type[_E], value: Any, name: str) -> _E:
-    """Turn a string (exact spelling) or a member into a member of the enum ``kind``."""
+    """Convert a string (exact spelling) or a member to a member of the enum ``kind``."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, str):
@@ -76,7 +76,7 @@ def require_member(kind: type[_E], value: Any, name: str) -> _E:
 
 
 def require_scale(scale: Any, name: str) -> None:
-    """Check a float or one-element float32 tensor. A tensor's value stays unread: that would wait for the device."""
+    """Check a float or one-element float32 tensor. A tensor's value is not read: that would wait for the device."""
     if isinstance(scale, torch.Tensor):
         require_dtype(scale, (torch.float32,), name)
         if scale.numel() != 1:

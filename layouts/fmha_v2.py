@@ -8,7 +8,7 @@
 | Q_PAGED_KV_NHD   | (Q, [pages, 2, page_size, kv_heads, head_dim]) or (Q, (K, V))    |
 | Q_PAGED_KV_HND   | (Q, [pages, 2, kv_heads, page_size, head_dim]) or (Q, (K, V))    |
 
-Q is [tokens, heads, head_dim]. Strides are free but for the last, except in the (K, V) form.
+Q is [tokens, heads, head_dim]. Strides except the last are free, except in the (K, V) form.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hopwell.layouts.paging import shared_page_table, split_page_table
 
 
 class FmhaV2Layout(enum.Enum):
-    """The values of ``trtllm_fmha_v2_prefill``'s ``input_layout``, spelled exactly so."""
+    """Values of ``trtllm_fmha_v2_prefill``'s ``input_layout``, in exact spelling."""
 
     PACKED_QKV = "PACKED_QKV"
     CONTIGUOUS_Q_KV = "CONTIGUOUS_Q_KV"
@@ -44,7 +44,7 @@ class FmhaV2Layout(enum.Enum):
 
     @property
     def kv_layout(self) -> KVLayout | None:
-        """Return how pages are laid out, or None where K and V are not paged."""
+        """Layout of pages, or None if K and V are not paged."""
         return _PAGED.get(self)
 
 
@@ -53,7 +53,7 @@ _PAGED = {FmhaV2Layout.Q_PAGED_KV_NHD: KVLayout.NHD, FmhaV2Layout.Q_PAGED_KV_HND
 
 @dataclass(frozen=True)
 class FmhaV2Inputs:
-    """``query`` [tokens, heads, head_dim], canonical ``key`` and ``value``, and ``page_table`` where they are paged."""
+    """``query`` [tokens, heads, head_dim], canonical ``key`` and ``value``, and ``page_table`` if they are paged."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -67,23 +67,23 @@ def fmha_v2_inputs(
     batch_size: int,
     block_tables: torch.Tensor | None = None,
 ) -> FmhaV2Inputs:
-    """View ``trtllm_fmha_v2_prefill``'s inputs canonically, whichever of the five layouts they come in.
+    """Return canonical views of ``trtllm_fmha_v2_prefill``'s inputs in any of its five layouts.
 
     Args:
         qkv: see the table at the top of this module; all with a unit last stride.
         input_layout: one of the five names.
         batch_size: number of requests.
         block_tables: for the paged layouts, int32, uint32 or int64: [batch_size, pages_per_request] with a stacked
-            pool, [batch_size, 2, pages_per_request] with a (K, V) pair, where both rows count blocks from K's base
-            address (see :func:`block_offset_views`). None otherwise.
+            pool; [batch_size, 2, pages_per_request] with a (K, V) pair, in which both rows count blocks from K's base
+            address (see :func:`block_offset_views`). None for other layouts.
 
     Returns:
         Views of the caller's storage.
 
     Raises:
-        TypeError: a wrong Python type, or K and V of different dtypes.
-        ValueError: unknown layout, wrong shapes, a last stride other than 1, or ``block_tables`` missing, present
-            without pages, or of the wrong form.
+        TypeError: a Python type is wrong, or K and V have different dtypes.
+        ValueError: the layout is unknown, a shape is wrong, a last stride is not 1, or ``block_tables`` is missing,
+            given without pages, or in the wrong form.
 
     >>> packed = torch.empty(100, 3, 8, 64, dtype=torch.bfloat16)
     >>> inputs = fmha_v2_inputs(packed, "PACKED_QKV", batch_size=2)
@@ -154,22 +154,22 @@ def block_offset(
     kv_layout: KVLayout | str,
     names: tuple[str, str] = ("k_cache", "v_cache"),
 ) -> int:
-    """Count the blocks from K's base address to V's: page i of ``v_cache`` is block ``i + block_offset`` of the table.
+    """Return the blocks from K's base address to V's: page i of ``v_cache`` is block ``i + block_offset`` of the table.
 
-    ``trtllm_fmha_v2_prefill`` given a (K, V) pair addresses both from K. A block is one page of one of them,
-    kv_heads * page_size * head_dim elements, so the two must be contiguous and V must lie a whole number of blocks
-    behind K in one allocation.
+    ``trtllm_fmha_v2_prefill`` with a (K, V) pair addresses both from K. A block is one page of one of them, kv_heads *
+    page_size * head_dim elements. Both must therefore be contiguous, and V must lie a whole number of blocks behind K
+    in one allocation.
 
     Args:
         k_cache: contiguous 4-D tensor.
         v_cache: the same dtype and page shape, in the same storage. The number of pages may differ.
         kv_layout: "HND" or "NHD".
-        names: what messages call the two.
+        names: names of the two in messages.
 
     Raises:
-        TypeError: no tensors, or different dtypes.
-        ValueError: not contiguous, different page shapes, different storages, no elements, or V not a positive whole
-            number of blocks behind K.
+        TypeError: an argument is not a tensor, or the dtypes differ.
+        ValueError: a tensor is not contiguous or has no elements, page shapes or storages differ, or V does not lie a
+            positive whole number of blocks behind K.
 
     >>> fused = torch.empty(2, 10, 16, 8, 128)
     >>> block_offset(fused[0], fused[1], "NHD")
@@ -205,20 +205,20 @@ def block_offset_views(
     kv_layout: KVLayout | str,
     names: tuple[str, str] = ("k_cache", "v_cache"),
 ) -> KVViews:
-    """View a (K, V) pair as ``trtllm_fmha_v2_prefill``'s 3-D tables index it: all blocks from K's base to V's end.
+    """View a (K, V) pair for the 3-D tables of ``trtllm_fmha_v2_prefill``: all blocks from K's base to V's end.
 
-    With these views a table split by :func:`~hopwell.layouts.split_page_table` needs no further arithmetic: its value
-    ids already include the blocks between K and V. Key and value are one and the same view, because both rows of
-    the table count from the same base.
+    A table split by :func:`~hopwell.layouts.split_page_table` needs no further arithmetic with these views: its value
+    ids already include the blocks between K and V. Key and value are the same view, because both rows of the table
+    count from the same base.
 
     Args:
         k_cache: as in :func:`block_offset`.
-        v_cache: likewise.
+        v_cache: as in :func:`block_offset`.
         kv_layout: "HND" or "NHD".
-        names: what messages call the two.
+        names: names of the two in messages.
 
     Returns:
-        Canonical views of ``block_offset`` + V's pages blocks.
+        Canonical views of (``block_offset`` + pages of V) blocks.
 
     Raises:
         TypeError, ValueError: as :func:`block_offset`.
@@ -229,7 +229,7 @@ def block_offset_views(
     ((6, 1, 4, 8), True)
     """
     blocks = block_offset(k_cache, v_cache, kv_layout, names) + v_cache.shape[0]
-    # Strides of size-1 dimensions are arbitrary even in contiguous tensors, so the dense ones are spelled out.
+    # The dense strides are written out, because strides of size-1 dimensions are arbitrary even in contiguous tensors.
     _, rows, columns, width = k_cache.shape
     size, stride = (blocks, rows, columns, width), (rows * columns * width, columns * width, width, 1)
     view = canonical_view(k_cache.as_strided(size, stride), kv_layout)

@@ -1,7 +1,7 @@
-"""KV caches of every accepted form as canonical views [pages, kv_heads, page_size, head_dim], without a copy.
+"""Canonical views [pages, kv_heads, page_size, head_dim] of KV caches in every accepted form, without a copy.
 
-A page is the unit of a paged cache. Contiguous (ragged) K and V are one page that holds all tokens, so a kernel sees
-the same four dimensions either way. K and V keep their own strides; only the last must be 1.
+A page is the unit of a paged cache. Contiguous (ragged) K and V are one page with all tokens, so kernels see the same
+four dimensions in both cases. K and V keep their own strides; only the last must be 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hopwell.layouts._checks import (
 
 
 class KVLayout(enum.Enum):
-    """Order of the dimensions inside a page, spelled as FlashInfer's ``kv_layout`` argument.
+    """Order of the dimensions inside a page, spelled like FlashInfer's ``kv_layout`` argument.
 
     >>> KVLayout("NHD").shape
     '[pages, page_size, kv_heads, head_dim]'
@@ -34,24 +34,24 @@ class KVLayout(enum.Enum):
 
     @property
     def other(self) -> KVLayout:
-        """Return the layout that swaps kv_heads and page_size."""
+        """The layout that swaps kv_heads and page_size."""
         return KVLayout.NHD if self is KVLayout.HND else KVLayout.HND
 
     @property
     def shape(self) -> str:
-        """Return the dimensions of a 4-D cache, for messages."""
+        """Dimensions of a 4-D cache, for messages."""
         return f"[pages, {self.page_shape}]"
 
     @property
     def page_shape(self) -> str:
-        """Return the dimensions of one page, for messages."""
+        """Dimensions of one page, for messages."""
         return "kv_heads, page_size, head_dim" if self is KVLayout.HND else "page_size, kv_heads, head_dim"
 
 
 class KVViews(NamedTuple):
     """Canonical key and value views, both [pages, kv_heads, page_size, head_dim] with a unit last stride.
 
-    Head dimensions and strides may differ; KV heads and page size do not. The two share storage when the caller's do.
+    Head dims and strides may differ; KV heads and page size do not. They share storage if the caller's tensors do.
     """
 
     key: torch.Tensor
@@ -62,17 +62,17 @@ def canonical_view(cache: torch.Tensor, kv_layout: KVLayout | str, name: str = "
     """View one 4-D cache tensor as [pages, kv_heads, page_size, head_dim].
 
     Args:
-        cache: [pages, kv_heads, page_size, head_dim] (HND) or [pages, page_size, kv_heads, head_dim] (NHD), any dtype,
-            any strides but the last, which must be 1.
+        cache: [pages, kv_heads, page_size, head_dim] (HND) or [pages, page_size, kv_heads, head_dim] (NHD), any dtype.
+            The last stride is 1; the others are free.
         kv_layout: "HND" or "NHD".
-        name: what messages call ``cache``.
+        name: name of ``cache`` in messages.
 
     Returns:
         A view of the same storage.
 
     Raises:
-        TypeError: ``cache`` is no tensor or ``kv_layout`` no string.
-        ValueError: unknown layout, another rank, or a last stride other than 1.
+        TypeError: ``cache`` is not a tensor, or ``kv_layout`` is not a string.
+        ValueError: the layout is unknown, the rank is wrong, or the last stride is not 1.
 
     >>> cache = torch.empty(10, 16, 8, 128)
     >>> view = canonical_view(cache, "NHD")
@@ -97,15 +97,15 @@ def separate_kv_views(
 
     Args:
         k_cache: as in :func:`canonical_view`.
-        v_cache: likewise. Its strides are independent of ``k_cache``'s and its head dimension may differ.
+        v_cache: as in :func:`canonical_view`. Its strides and its head dimension are independent of ``k_cache``'s.
         kv_layout: "HND" or "NHD", for both.
-        same_pages: whether both must have the same number of pages. Pass False where K and V have page ids of their
-            own (:func:`~hopwell.layouts.split_page_table`).
-        names: what messages call the two.
+        same_pages: whether both must have the same number of pages. False is for K and V with separate page ids
+            (:func:`~hopwell.layouts.split_page_table`).
+        names: names of the two in messages.
 
     Raises:
-        TypeError: no tensors, or different dtypes.
-        ValueError: as :func:`canonical_view`, or different KV heads, page sizes, numbers of pages or devices.
+        TypeError: an argument is not a tensor, or the dtypes differ.
+        ValueError: as :func:`canonical_view`, or KV heads, page sizes, numbers of pages or devices differ.
 
     >>> pool = torch.empty(10, 16, 8, 192 + 128)
     >>> views = separate_kv_views(pool[..., :192], pool[..., 192:], "NHD")
@@ -133,24 +133,24 @@ def paged_kv_views(
     """View a paged cache, stacked or a pair, canonically.
 
     This is the ``kv_cache`` argument of FlashInfer's ``trtllm_batch_context_with_kv_cache`` and
-    ``xqa_batch_decode_with_kv_cache``. NVFP4 data (uint8, two elements a byte) goes through unchanged, with
-    head_dim / 2 as its last dimension.
+    ``xqa_batch_decode_with_kv_cache``. NVFP4 data (uint8, two elements a byte) is returned unchanged, with head_dim / 2
+    as its last dimension.
 
     Args:
         kv_cache: a tensor [pages, 2, *page] with K at index 0 and V at index 1 of dimension 1; or [pages, 1, *page],
             where K and V are the same data; or a tuple or list of two tensors [pages, *page].
             ``page`` is [kv_heads, page_size, head_dim] (HND) or [page_size, kv_heads, head_dim] (NHD).
         kv_layout: "HND" or "NHD".
-        same_pages: as in :func:`separate_kv_views`; it concerns the pair only.
-        name: what messages call ``kv_cache``.
+        same_pages: as in :func:`separate_kv_views`; it only affects the pair.
+        name: name of ``kv_cache`` in messages.
 
     Returns:
         Views of the caller's storage. For [pages, 1, *page] key and value are the same tensor object.
 
     Raises:
-        TypeError: neither tensor nor pair, different dtypes, or ``kv_layout`` no string.
-        ValueError: unknown layout, wrong rank, dimension 1 not 1 or 2, a last stride other than 1, or a pair that
-            disagrees in pages, KV heads, page size or device.
+        TypeError: the argument is neither a tensor nor a pair, dtypes differ, or ``kv_layout`` is not a string.
+        ValueError: the layout is unknown, the rank is wrong, dimension 1 is not 1 or 2, a last stride is not 1, or the
+            pair differs in pages, KV heads, page size or device.
 
     >>> stacked = torch.arange(2 * 2 * 3 * 1 * 4).view(2, 2, 3, 1, 4)  # NHD: 2 pages of 3 tokens, 1 head
     >>> key, value = paged_kv_views(stacked, "NHD")
@@ -177,11 +177,11 @@ def ragged_view(tokens: torch.Tensor, name: str = "tokens") -> torch.Tensor:
 
     Args:
         tokens: any dtype, any token and head strides (a slice of packed QKV is fine), last stride 1.
-        name: what messages call ``tokens``.
+        name: name of ``tokens`` in messages.
 
     Raises:
-        TypeError: no tensor.
-        ValueError: not 3-D, or a last stride other than 1.
+        TypeError: ``tokens`` is not a tensor.
+        ValueError: it is not 3-D, or its last stride is not 1.
 
     >>> packed = torch.empty(100, 3, 8, 64)
     >>> view = ragged_view(packed[:, 1])
@@ -197,11 +197,11 @@ def ragged_kv_views(key: torch.Tensor, value: torch.Tensor, names: tuple[str, st
     """View contiguous K and V, [tokens, kv_heads, head_dim] each, as one page.
 
     These are the ragged ``k_cache`` and ``v_cache`` of FlashInfer's ``cudnn_batch_prefill_with_kv_cache``. The token
-    counts may differ: with element offsets each tensor may have gaps of its own.
+    counts may differ: with element offsets each tensor may have its own gaps.
 
     Raises:
-        TypeError: no tensors, or different dtypes.
-        ValueError: as :func:`ragged_view`, or different KV heads or devices.
+        TypeError: an argument is not a tensor, or the dtypes differ.
+        ValueError: as :func:`ragged_view`, or KV heads or devices differ.
 
     >>> views = ragged_kv_views(torch.empty(100, 8, 192), torch.empty(100, 8, 128))
     >>> tuple(views.key.shape), tuple(views.value.shape)
@@ -215,19 +215,19 @@ def ragged_kv_views(key: torch.Tensor, value: torch.Tensor, names: tuple[str, st
 
 
 def mla_kv_views(kv_cache: torch.Tensor, kv_lora_rank: int, name: str = "kv_cache") -> KVViews:
-    """View an MLA cache canonically: one KV head, the key is a whole row, the value its first ``kv_lora_rank`` entries.
+    """View an MLA cache canonically: one KV head, a row as key, and its first ``kv_lora_rank`` entries as value.
 
     This is the ``kv_cache`` argument of FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla``.
 
     Args:
         kv_cache: [pages, page_size, kv_lora_rank + rope_dim] or [pages, 1, page_size, kv_lora_rank + rope_dim].
         kv_lora_rank: width of the compressed latent, 512 for DeepSeek.
-        name: what messages call ``kv_cache``.
+        name: name of ``kv_cache`` in messages.
 
     Raises:
-        TypeError: no tensor.
-        ValueError: another rank, dimension 1 of a 4-D cache not 1, a last stride other than 1, or ``kv_lora_rank``
-            outside 1..row width.
+        TypeError: ``kv_cache`` is not a tensor.
+        ValueError: the rank is wrong, dimension 1 of a 4-D cache is not 1, the last stride is not 1, or
+            ``kv_lora_rank`` is outside 1..row width.
 
     >>> cache = torch.empty(10, 64, 576)
     >>> key, value = mla_kv_views(cache, 512)

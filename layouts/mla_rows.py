@@ -1,10 +1,10 @@
-"""Rows of 656 bytes for latent keys: the ``fp8_ds_mla`` caches of vLLM, which FlashMLA's sparse kernels read.
+"""Latent keys in rows of 656 bytes: the ``fp8_ds_mla`` caches of vLLM, which FlashMLA's sparse kernels read.
 
-A row holds 512 float8_e4m3fn of the latent, a float32 scale of each 128 of them, and 64 bfloat16 of the rotary part::
+A row holds 512 float8_e4m3fn of the latent, a float32 scale for each 128 of them, and 64 bfloat16 of the rotary part::
 
     bytes    0 .. 511   e4m3, latent / scale
     bytes  512 .. 527   four float32 scales
-    bytes  528 .. 655   bfloat16, as they are
+    bytes  528 .. 655   bfloat16, unchanged
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def quantize_fp8_ds_mla(latent: torch.Tensor, rotary: torch.Tensor, *, power_of_
     """Pack latent keys into rows of 656 bytes.
 
     Args:
-        latent: [..., 512], float32, bfloat16 or float16: the compressed latent, which is the value as well.
+        latent: [..., 512], float32, bfloat16 or float16: the compressed latent, which is also the value.
         rotary: [..., 64] of the same dtype: the rotary part of the keys.
-        power_of_two: whether scales are rounded up to powers of two (``kv_scale_format="pow2_fp32"``); otherwise they
-            are max|x| / 448 of their 128 columns.
+        power_of_two: whether scales are rounded up to powers of two (``kv_scale_format="pow2_fp32"``); otherwise each
+            is max|x| / 448 of its 128 columns.
 
     Returns:
         uint8 [..., 656].
 
     Raises:
-        TypeError: no tensors, or another dtype.
-        ValueError: other shapes, or tensors on two devices.
+        TypeError: an argument is not a tensor, or has another dtype.
+        ValueError: a shape is wrong, or the tensors are on two devices.
 
     >>> quantize_fp8_ds_mla(torch.zeros(3, 512), torch.zeros(3, 64)).shape
     torch.Size([3, 656])
@@ -61,16 +61,17 @@ def quantize_fp8_ds_mla(latent: torch.Tensor, rotary: torch.Tensor, *, power_of_
 
 
 def dequantize_fp8_ds_mla(rows: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Unpack rows of 656 bytes: [..., 576], the latent times its scales, computed in float32 and rounded to ``dtype``,
-    and then the rotary part.
+    """Unpack rows of 656 bytes to [..., 576]: the latent, and then the rotary part.
+
+    The latent is multiplied by its scales in float32 and rounded to ``dtype``.
 
     Args:
         rows: uint8 [..., 656].
         dtype: float32, bfloat16 or float16.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another last size.
+        TypeError: ``rows`` is not a tensor, or has another dtype.
+        ValueError: the last size is not 656.
 
     >>> dequantize_fp8_ds_mla(quantize_fp8_ds_mla(torch.ones(2, 512), torch.ones(2, 64))).unique()
     tensor([1.], dtype=torch.bfloat16)
@@ -99,19 +100,20 @@ def fill_fp8_ds_mla_cache(
     *,
     power_of_two: bool = False,
 ) -> None:
-    """Write new tokens into a paged cache of 656-byte rows. It reads nothing on the host, so that graphs can hold it.
+    """Write new tokens into a paged cache of 656-byte rows. The host reads no values, so CUDA graphs can capture it.
 
     Args:
-        kv_cache: uint8 [pages, page_size, 656] or [pages, 1, page_size, 656], of any strides but a last one of 1.
-        latent: [tokens, 512], as of :func:`quantize_fp8_ds_mla`.
+        kv_cache: uint8 [pages, page_size, 656] or [pages, 1, page_size, 656]; the last stride is 1, the others are
+        free.
+        latent: [tokens, 512], as in :func:`quantize_fp8_ds_mla`.
         rotary: [tokens, 64].
-        slots: int32 or int64 [tokens], page * page_size + offset of each token; no two alike. Their range is not
+        slots: int32 or int64 [tokens], page * page_size + offset of each token, all different. Their range is not
             checked.
-        power_of_two: as of :func:`quantize_fp8_ds_mla`.
+        power_of_two: as in :func:`quantize_fp8_ds_mla`.
 
     Raises:
-        TypeError: no tensors, or another dtype.
-        ValueError: other shapes.
+        TypeError: an argument is not a tensor, or has another dtype.
+        ValueError: a shape is wrong.
 
     >>> cache = torch.zeros(4, 8, 656, dtype=torch.uint8)
     >>> fill_fp8_ds_mla_cache(cache, torch.ones(1, 512), torch.ones(1, 64), torch.tensor([9]))

@@ -1,7 +1,7 @@
-"""NVFP4 quantization: e2m1 codes, a float8_e4m3fn scale factor per 16 elements, one float32 scale per tensor.
+"""NVFP4 quantization: e2m1 codes, a float8_e4m3fn block scale for 16 elements, one float32 global scale per tensor.
 
-x = code * scale factor * global scale. Global scales are folded into the attention call: K's into ``bmm1_scale``, V's
-into ``bmm2_scale``.
+x = code * block scale * global scale. The caller multiplies global scales into the attention call: K's into
+``bmm1_scale``, V's into ``bmm2_scale``.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from hopwell.layouts.swizzle import swizzle_128x4, unswizzle_128x4
 
 
 class NVFP4Blocks(NamedTuple):
-    """Quantized data, uint8 [..., n / 2], and its scale factors, float8_e4m3fn."""
+    """Quantized data, uint8 [..., n / 2], and its block scales, float8_e4m3fn."""
 
     data: torch.Tensor
     scales: torch.Tensor
 
 
 def nvfp4_global_scale(x: torch.Tensor) -> torch.Tensor:
-    """Compute the global scale that uses the whole range of codes and scale factors: max|x| / (448 * 6).
+    """Compute the global scale that uses the whole range of codes and block scales: max|x| / (448 * 6).
 
     Args:
         x: float32, bfloat16 or float16, any shape.
 
     Returns:
-        0-d float32 on ``x``'s device, or 1 where the above is 0.
+        0-d float32 on ``x``'s device, or 1 if the above is 0.
 
     Raises:
-        TypeError: no tensor, or another dtype.
+        TypeError: ``x`` is not a tensor, or has another dtype.
 
     >>> nvfp4_global_scale(torch.tensor([1.0, -5376.0]))
     tensor(2.)
@@ -53,22 +53,22 @@ def nvfp4_global_scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_nvfp4(x: torch.Tensor, global_scale: float | torch.Tensor) -> NVFP4Blocks:
-    """Quantize blocks of 16 consecutive elements to NVFP4, with scale factors in linear order.
+    """Quantize blocks of 16 consecutive elements to NVFP4, with block scales in linear order.
 
-    In float32, for a block of y = x / global_scale: SF = e4m3(max|y| / 6), clamped at 448; code = e2m1(y / SF), clamped
-    at +-6; both rounded to nearest even. A block whose SF is 0 gets codes 0; one with a NaN gets SF NaN.
+    For a block of y = x / global_scale in float32: SF = e4m3(max|y| / 6), clamped at 448; code = e2m1(y / SF), clamped
+    at +-6. Both are rounded to nearest even. A block whose SF is 0 gets codes 0; a block with a NaN gets SF NaN.
 
     Args:
         x: float32, bfloat16 or float16 [..., n], n a multiple of 16.
-        global_scale: positive float or one-element float32 tensor (whose value is not checked), as from
+        global_scale: positive float or one-element float32 tensor (whose value is not checked), such as the result of
             :func:`nvfp4_global_scale`.
 
     Returns:
-        Data uint8 [..., n / 2], element 2i in the low nibble of byte i; scale factors [..., n / 16].
+        Data uint8 [..., n / 2], element 2i in the low nibble of byte i; block scales [..., n / 16].
 
     Raises:
-        TypeError: a wrong Python type or dtype.
-        ValueError: n no multiple of 16, or ``global_scale`` not positive and finite, or with several elements.
+        TypeError: a Python type or dtype is wrong.
+        ValueError: n is not a multiple of 16, or ``global_scale`` is not positive and finite, or has several elements.
 
     >>> data, scales = quantize_nvfp4(torch.arange(16.0), 1.0)
     >>> scales.float().tolist(), data[:4].tolist()
@@ -84,12 +84,12 @@ def dequantize_nvfp4(
     global_scale: float | torch.Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Compute code * scale factor * global scale in float32 (only the last product rounds), then round to ``dtype``.
+    """Compute code * block scale * global scale in float32 (only the last product rounds), then round to ``dtype``.
 
     Args:
         data: uint8 [..., n / 2].
-        scales: float8_e4m3fn [..., n / 16] in linear order; pass V scales of a context cache through
-            :func:`~hopwell.layouts.deinterleave_v_scales` first.
+        scales: float8_e4m3fn [..., n / 16] in linear order; V scales of a context cache must first go through
+            :func:`~hopwell.layouts.deinterleave_v_scales`.
         global_scale: positive float or one-element float32 tensor.
         dtype: float32, bfloat16 or float16.
 
@@ -97,8 +97,8 @@ def dequantize_nvfp4(
         [..., n].
 
     Raises:
-        TypeError: a wrong Python type or dtype.
-        ValueError: ``scales`` does not belong to ``data``, or a bad ``global_scale``.
+        TypeError: a Python type or dtype is wrong.
+        ValueError: ``scales`` does not belong to ``data``, or ``global_scale`` is invalid.
 
     >>> dequantize_nvfp4(*quantize_nvfp4(torch.arange(16.0), 1.0))[:6].tolist()
     [0.0, 1.25, 2.5, 2.5, 3.75, 5.0]
@@ -120,7 +120,7 @@ def dequantize_nvfp4(
 
 
 def quantize_nvfp4_output(x: torch.Tensor, o_sf_scale: float | torch.Tensor) -> NVFP4Blocks:
-    """Quantize an attention output the way ``trtllm_batch_context_with_kv_cache`` with ``out_dtype="nvfp4"`` does.
+    """Quantize an attention output like ``trtllm_batch_context_with_kv_cache`` with ``out_dtype="nvfp4"``.
 
     In float32, for each 16 consecutive elements: SF = e4m3(o_sf_scale * max|x| / 6), clamped at 448;
     code = e2m1(x * o_sf_scale / SF), clamped at +-6. True value = code * SF / o_sf_scale.
@@ -130,12 +130,12 @@ def quantize_nvfp4_output(x: torch.Tensor, o_sf_scale: float | torch.Tensor) -> 
         o_sf_scale: positive float or one-element float32 tensor: the reciprocal of a global scale.
 
     Returns:
-        Data uint8 [tokens, heads, head_dim / 2]; scale factors [round_up(tokens, 128),
-        round_up(heads * head_dim / 16, 4)] in the 128x4 swizzle, zero where padded.
+        Data uint8 [tokens, heads, head_dim / 2]; block scales [round_up(tokens, 128),
+        round_up(heads * head_dim / 16, 4)] in the 128x4 swizzle, zero in the padding.
 
     Raises:
-        TypeError: a wrong Python type or dtype.
-        ValueError: wrong rank, head_dim no multiple of 16, or a bad ``o_sf_scale``.
+        TypeError: a Python type or dtype is wrong.
+        ValueError: the rank is wrong, head_dim is not a multiple of 16, or ``o_sf_scale`` is invalid.
 
     >>> data, scales = quantize_nvfp4_output(torch.ones(10, 2, 64), 1.0)
     >>> tuple(data.shape), tuple(scales.shape)
@@ -167,8 +167,8 @@ def dequantize_nvfp4_output(
         [tokens, heads, head_dim].
 
     Raises:
-        TypeError: a wrong Python type or dtype.
-        ValueError: wrong rank, scales that do not hold the tokens' rows, or a bad ``o_sf_scale``.
+        TypeError: a Python type or dtype is wrong.
+        ValueError: the rank is wrong, ``scales`` lacks rows of the tokens, or ``o_sf_scale`` is invalid.
 
     >>> quantized = quantize_nvfp4_output(torch.full((1, 1, 16), 3.0), 2.0)
     >>> dequantize_nvfp4_output(*quantized, 2.0)[0, 0, :2].tolist()
@@ -186,11 +186,11 @@ def dequantize_nvfp4_output(
 
 @dataclass(frozen=True)
 class NVFP4KVCache:
-    """A paged NVFP4 cache, ready to be passed on.
+    """A paged NVFP4 cache in the form of the entry points' arguments.
 
     Attributes:
         key, value: uint8, 4-D in ``kv_layout`` with head_dim / 2 as the last dimension.
-        key_scales, value_scales: float8_e4m3fn, the same with head_dim / 16; the key's linear, the value's in
+        key_scales, value_scales: float8_e4m3fn, the same with head_dim / 16. The key's are linear, the value's in
             ``v_scale_layout``.
         key_global_scale, value_global_scale: float or one-element float32 tensor; factors for ``bmm1_scale`` and
             ``bmm2_scale``.
@@ -209,12 +209,12 @@ class NVFP4KVCache:
 
     @property
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the entry points' ``kv_cache`` argument."""
+        """The entry points' ``kv_cache`` argument."""
         return self.key, self.value
 
     @property
     def block_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the entry points' ``kv_block_scales`` or ``kv_cache_sf`` argument."""
+        """The entry points' ``kv_block_scales`` or ``kv_cache_sf`` argument."""
         return self.key_scales, self.value_scales
 
 
@@ -231,20 +231,21 @@ def quantize_nvfp4_kv_cache(
     Args:
         key: float32, bfloat16 or float16 [pages, kv_heads, page_size, head_dim] (HND) or
             [pages, page_size, kv_heads, head_dim] (NHD), any strides, head_dim a multiple of 16.
-        value: likewise; its head dimension may differ.
+        value: the same; its head dimension may differ.
         kv_layout: "HND" or "NHD"; the result keeps it.
         v_scale_layout: "interleaved" for ``trtllm_batch_context_with_kv_cache`` (page_size a multiple of 4 and V's
-            head_dim of 64), "linear" for ``xqa_batch_decode_with_kv_cache``. The two cannot be told apart afterwards.
-        key_global_scale: as in :func:`quantize_nvfp4`; None computes :func:`nvfp4_global_scale` from the whole of
-            ``key``, so every page must hold finite numbers.
-        value_global_scale: likewise for ``value``.
+            head_dim of 64), "linear" for ``xqa_batch_decode_with_kv_cache``. The result does not show which of them it
+            has.
+        key_global_scale: as in :func:`quantize_nvfp4`. None computes :func:`nvfp4_global_scale` from all of ``key``, so
+            every page must hold finite numbers.
+        value_global_scale: the same for ``value``.
 
     Returns:
         The cache in new contiguous tensors.
 
     Raises:
-        TypeError: a wrong Python type or dtype.
-        ValueError: unknown layouts, wrong shapes, or a bad global scale.
+        TypeError: a Python type or dtype is wrong.
+        ValueError: a layout is unknown, a shape is wrong, or a global scale is invalid.
 
     >>> key, value = torch.randn(2, 10, 8, 16, 64).unbind(0)
     >>> cache = quantize_nvfp4_kv_cache(key, value, "HND", "interleaved")
@@ -282,7 +283,7 @@ def dequantize_nvfp4_kv_cache(
     """Dequantize a paged NVFP4 cache to (key, value) in the cache's own ``kv_layout``.
 
     Args:
-        cache: as from :func:`quantize_nvfp4_kv_cache`, or put together from tensors of other origin.
+        cache: a result of :func:`quantize_nvfp4_kv_cache`, or a cache of tensors from elsewhere.
         dtype: float32, bfloat16 or float16.
 
     Raises:

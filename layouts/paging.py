@@ -1,7 +1,7 @@
-"""Page tables: which page of the cache holds which tokens of a request.
+"""Page tables: the pages of the cache that hold the tokens of a request.
 
-Page i of request b holds its tokens [i * page_size, (i + 1) * page_size). Entries at or past
-ceil(kv_len / page_size) are padding that nothing reads, so -1, 0 or another request's page are all fine there.
+Page i of request b holds its tokens [i * page_size, (i + 1) * page_size). Entries at or past ceil(kv_len / page_size)
+are padding that no kernel reads, so -1, 0 or another request's page are all valid there.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ def _check_table(table: torch.Tensor, batch_size: int, name: str) -> None:
 
 
 def shared_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "block_tables") -> PageTable:
-    """Read a 2-D table whose ids serve K and V alike.
+    """Read a 2-D table of ids shared by K and V.
 
-    Every paged entry point takes this form; FlashInfer's ``trtllm_batch_context_with_kv_cache`` does while
+    Every paged entry point takes this form; FlashInfer's ``trtllm_batch_context_with_kv_cache`` takes it if
     ``uses_shared_paged_kv_idx`` is True.
 
     Args:
         block_tables: int32, uint32 or int64 [batch_size, pages_per_request], last stride 1, any row stride.
         batch_size: number of requests.
-        name: what messages call ``block_tables``.
+        name: name of ``block_tables`` in messages.
 
     Returns:
         A table whose ``key`` and ``value`` are ``block_tables`` itself.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another rank or number of rows, or a last stride other than 1.
+        TypeError: ``block_tables`` is not a tensor, or has another dtype.
+        ValueError: the rank or the number of rows is wrong, or the last stride is not 1.
 
     >>> table = shared_page_table(torch.tensor([[4, 0, -1], [2, 1, 3]], dtype=torch.int32), 2)
     >>> table.key is table.value
@@ -49,7 +49,7 @@ def shared_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "
 def split_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "block_tables") -> PageTable:
     """Split a 3-D table with separate rows for K and V, as views.
 
-    Two entry points take this shape and mean different things by its ids; the views they go with make the difference:
+    Two entry points take this shape with different meanings of its ids. Each meaning needs its own views of the cache:
 
     * FlashInfer's ``trtllm_batch_context_with_kv_cache`` with ``uses_shared_paged_kv_idx=False``: row 0 indexes the
       key tensor's pages and row 1 the value tensor's. Pair it with
@@ -60,11 +60,11 @@ def split_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "b
     Args:
         block_tables: int32, uint32 or int64 [batch_size, 2, pages_per_request], last stride 1.
         batch_size: number of requests.
-        name: what messages call ``block_tables``.
+        name: name of ``block_tables`` in messages.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another rank or number of rows, dimension 1 not 2, or a last stride other than 1.
+        TypeError: ``block_tables`` is not a tensor, or has another dtype.
+        ValueError: the rank or the number of rows is wrong, dimension 1 is not 2, or the last stride is not 1.
 
     >>> tables = torch.tensor([[[0, 2], [1, 3]]], dtype=torch.int32)
     >>> table = split_page_table(tables, 1)

@@ -1,6 +1,6 @@
 """Lengths and starts of requests in ragged (packed, unpadded) tensors.
 
-Everything stays on the device: these functions look at shapes and dtypes, never at values.
+Everything stays on the device: these functions read shapes and dtypes, never values.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def sequence_lengths(seq_lens: torch.Tensor, batch_size: int, name: str = "seq_l
     Args:
         seq_lens: int32, uint32 or int64, contiguous, ``batch_size`` elements in any shape.
         batch_size: number of requests.
-        name: what messages call ``seq_lens``.
+        name: name of ``seq_lens`` in messages.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another number of elements, or not contiguous.
+        TypeError: ``seq_lens`` is not a tensor, or has another dtype.
+        ValueError: the number of elements is wrong, or the tensor is not contiguous.
 
     >>> sequence_lengths(torch.tensor([5, 7], dtype=torch.int32).view(2, 1, 1, 1), 2)
     tensor([5, 7], dtype=torch.int32)
@@ -48,11 +48,11 @@ def token_offsets(cum_seq_lens: torch.Tensor, batch_size: int, name: str = "cum_
     Args:
         cum_seq_lens: int32, uint32 or int64, contiguous, ``batch_size + 1`` elements, in tokens.
         batch_size: number of requests.
-        name: what messages call ``cum_seq_lens``.
+        name: name of ``cum_seq_lens`` in messages.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another number of elements, or not contiguous.
+        TypeError: ``cum_seq_lens`` is not a tensor, or has another dtype.
+        ValueError: the number of elements is wrong, or the tensor is not contiguous.
 
     >>> token_offsets(torch.tensor([0, 5, 12], dtype=torch.int32), 2).token_elements
     1
@@ -66,20 +66,19 @@ def element_offsets(
     """Read element offsets: request b starts at token ``batch_offsets[b] // elements_per_token``.
 
     These are the ``batch_offsets_*`` arguments of FlashInfer's ``cudnn_batch_prefill_with_kv_cache``. They count
-    elements of storage: a token has heads * head_dim elements in contiguous q, k, v and o, as many as its stride where
-    the tensor is a slice of a larger one, and heads elements in the log-sum-exp (``batch_offsets_stats``). The
-    reference documents ``batch_size`` entries and passes one more; only the first ``batch_size`` say where requests
-    start.
+    elements of storage. A token has heads * head_dim elements in contiguous q, k, v and o; in a slice of a larger
+    tensor it has its stride. In the log-sum-exp (``batch_offsets_stats``) it has one element per head. The reference
+    documents ``batch_size`` entries and passes one more; only the first ``batch_size`` give starts of requests.
 
     Args:
         batch_offsets: int32, uint32 or int64, contiguous, ``batch_size`` or ``batch_size + 1`` elements in any shape.
         batch_size: number of requests.
         elements_per_token: at least 1.
-        name: what messages call ``batch_offsets``.
+        name: name of ``batch_offsets`` in messages.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another number of elements, not contiguous, or ``elements_per_token`` below 1.
+        TypeError: ``batch_offsets`` is not a tensor, or has another dtype.
+        ValueError: the number of elements is wrong, the tensor is not contiguous, or ``elements_per_token`` is below 1.
 
     >>> offsets = element_offsets(torch.tensor([0, 5 * 4096, 12 * 4096], dtype=torch.int32), 2, 32 * 128)
     >>> (offsets.tensor // offsets.token_elements).tolist()
@@ -91,14 +90,14 @@ def element_offsets(
 
 
 def cumulative_lengths(lengths: torch.Tensor) -> torch.Tensor:
-    """Sum lengths up to the int32 [batch_size + 1] form of ``cum_seq_lens_q``, on their own device.
+    """Convert lengths to the cumulative int32 [batch_size + 1] form of ``cum_seq_lens_q``, on their device.
 
     Args:
         lengths: int32, uint32 or int64 [batch_size].
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: not 1-D.
+        TypeError: ``lengths`` is not a tensor, or has another dtype.
+        ValueError: it is not 1-D.
 
     >>> cumulative_lengths(torch.tensor([5, 0, 7], dtype=torch.int32)).tolist()
     [0, 5, 5, 12]
@@ -108,7 +107,7 @@ def cumulative_lengths(lengths: torch.Tensor) -> torch.Tensor:
     if lengths.dim() != 1:
         raise ValueError(f"lengths must be 1-D, got shape {tuple(lengths.shape)}")
     total = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
-    # torch has no cumsum for uint32; the bits of a length below 2**31 mean the same in int32.
+    # torch has no cumsum for uint32. Lengths below 2**31 have the same bits in int32.
     signed = lengths.view(torch.int32) if lengths.dtype == torch.uint32 else lengths
     torch.cumsum(signed, 0, dtype=torch.int32, out=total[1:])
     return total

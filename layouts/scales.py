@@ -1,11 +1,11 @@
-"""Block scales of NVFP4 KV caches: one float8_e4m3fn scale factor per 16 consecutive head-dim elements of a token.
+"""Block scales of NVFP4 KV caches: one float8_e4m3fn scale for 16 consecutive head-dim elements of a token.
 
-Two layouts have the same shape and dtype and are told apart by name only:
+Two layouts have the same shape and dtype and differ only by name:
 
-* *linear*: the scale of token t, block s stands at [t, s]. K everywhere, and V in ``xqa_batch_decode_with_kv_cache``.
-* *interleaved*: V in ``trtllm_batch_context_with_kv_cache``. Inside each (page, head) tile of ``page_size`` tokens by
-  S = head_dim / 16 blocks, the four scales of a block for four consecutive tokens are neighbours: the scale of token t,
-  block s stands at row 4 * (t // 4) + s // (S / 4), column (s % (S / 4)) * 4 + t % 4.
+* *linear*: the scale of token t, block s is at [t, s]. K everywhere, and V in ``xqa_batch_decode_with_kv_cache``.
+* *interleaved*: V in ``trtllm_batch_context_with_kv_cache``. Each (page, head) tile has ``page_size`` tokens by S =
+  head_dim / 16 blocks. The four scales of a block for four consecutive tokens are neighbours: the scale of token t,
+  block s is at row 4 * (t // 4) + s // (S / 4), column (s % (S / 4)) * 4 + t % 4.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hopwell.layouts._checks import (
 )
 from hopwell.layouts.kv_cache import KVLayout, KVViews, canonical_view, paged_kv_views
 
-NVFP4_BLOCK = 16  # elements that share a scale factor
+NVFP4_BLOCK = 16  # elements that share a block scale
 
 
 class VScaleLayout(enum.Enum):
-    """Where a V cache's block scales stand inside a page; see the top of this module."""
+    """Order of a V cache's block scales inside a page, see the top of this module."""
 
     LINEAR = "linear"  # xqa_batch_decode_with_kv_cache
     INTERLEAVED = "interleaved"  # trtllm_batch_context_with_kv_cache
@@ -47,7 +47,7 @@ def block_scale_views(
     """View the block scales of an NVFP4 cache as [pages, kv_heads, page_size, head_dim / 16].
 
     These are ``kv_block_scales`` of FlashInfer's ``trtllm_batch_context_with_kv_cache`` and ``kv_cache_sf`` of its
-    ``xqa_batch_decode_with_kv_cache``. Views say nothing about the order inside a V page: interleaved scales stay so.
+    ``xqa_batch_decode_with_kv_cache``. Views keep the order inside a V page: interleaved scales stay interleaved.
 
     Args:
         block_scales: a pair (key scales, value scales) of 4-D tensors, or one tensor stacked on dimension 1,
@@ -55,15 +55,15 @@ def block_scale_views(
         kv_layout: "HND" or "NHD".
         caches: canonical views of the data, uint8 [pages, kv_heads, page_size, head_dim / 2].
         same_pages: as in :func:`~hopwell.layouts.paged_kv_views`.
-        name: what messages call ``block_scales``.
+        name: name of ``block_scales`` in messages.
 
     Returns:
         float8_e4m3fn views of the caller's storage.
 
     Raises:
-        TypeError: a wrong Python type or dtype.
-        ValueError: a shape that does not belong to ``caches``, dimension 1 of a stacked tensor not 2, or a last
-            stride other than 1.
+        TypeError: a Python type or dtype is wrong.
+        ValueError: a shape does not belong to ``caches``, dimension 1 of a stacked tensor is not 2, or a last stride is
+            not 1.
 
     >>> caches = paged_kv_views(torch.empty(10, 2, 8, 16, 64, dtype=torch.uint8), "HND")
     >>> scales = block_scale_views(torch.empty(10, 2, 8, 16, 8, dtype=torch.float8_e4m3fn), "HND", caches)
@@ -87,9 +87,9 @@ def block_scale_views(
 
 
 def interleaved_v_scale_position(token: Any, block: Any, blocks: int) -> tuple[Any, Any]:
-    """Say where in a page's [page_size, ``blocks``] tile the interleaved layout keeps a V scale.
+    """Return the position of an interleaved V scale in a page's [page_size, ``blocks``] tile.
 
-    Plain arithmetic: integers, tensors and values of a kernel being traced all work.
+    The function is plain arithmetic: integers, tensors and values of a kernel being traced all work.
 
     Args:
         token: index in the page.
@@ -100,7 +100,7 @@ def interleaved_v_scale_position(token: Any, block: Any, blocks: int) -> tuple[A
         (row, column).
 
     Raises:
-        ValueError: ``blocks`` not a multiple of 4.
+        ValueError: ``blocks`` is not a multiple of 4.
 
     >>> interleaved_v_scale_position(5, 3, 8)
     (5, 5)
@@ -113,7 +113,7 @@ def interleaved_v_scale_position(token: Any, block: Any, blocks: int) -> tuple[A
 
 
 def interleaved_v_scale_view(interleaved: torch.Tensor, kv_layout: KVLayout | str) -> torch.Tensor:
-    """View interleaved V scales in logical order, so that tokens can be read and written in place.
+    """View interleaved V scales in logical order, to read and write tokens in place.
 
     Args:
         interleaved: [pages, kv_heads, page_size, S] (HND) or [pages, page_size, kv_heads, S] (NHD), S = head_dim / 16;
@@ -125,8 +125,8 @@ def interleaved_v_scale_view(interleaved: torch.Tensor, kv_layout: KVLayout | st
         ``view[p, h, t // 4, t % 4]``, row by row.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: wrong rank, ``page_size`` or S no multiple of 4, or a last stride other than 1.
+        TypeError: ``interleaved`` is not a tensor, or has another dtype.
+        ValueError: the rank is wrong, ``page_size`` or S is not a multiple of 4, or the last stride is not 1.
 
     >>> scales = torch.zeros(1, 1, 4, 8, dtype=torch.uint8)
     >>> interleaved_v_scale_view(scales, "HND")[0, 0, 0, 1] = torch.arange(8, dtype=torch.uint8).view(4, 2)
@@ -195,5 +195,5 @@ def deinterleave_v_scales(interleaved: torch.Tensor, kv_layout: KVLayout | str) 
 
 
 def _hnd(scales: torch.Tensor, kv_layout: KVLayout | str) -> torch.Tensor:
-    """Order dimensions as HND without :func:`canonical_view`'s demand on strides."""
+    """Return dimensions in HND order, for any strides, which :func:`canonical_view` would restrict."""
     return scales if require_member(KVLayout, kv_layout, "kv_layout") is KVLayout.HND else scales.transpose(1, 2)

@@ -1,8 +1,8 @@
-"""The 128x4 swizzle: how Blackwell's block-scaled matrix units want scale factors stored.
+"""The 128x4 swizzle: the order of block scales for Blackwell's block-scaled matrix units.
 
-A [rows, columns] matrix of scale factors is cut into tiles of 128 rows by 4 columns, 512 bytes each. Inside a tile the
-four columns of rows r, r + 32, r + 64 and r + 96 are neighbours. NVFP4 output of ``trtllm_batch_context_with_kv_cache``
-comes this way: row = first row + token, column = (head * head_dim + d) // 16.
+A [rows, columns] matrix of block scales is cut into tiles of 128 rows by 4 columns, 512 bytes each. Inside a tile the
+four columns of rows r, r + 32, r + 64 and r + 96 are neighbours. NVFP4 outputs of
+``trtllm_batch_context_with_kv_cache`` have this order: row = first row + token, column = (head * head_dim + d) // 16.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def swizzled_128x4_shape(rows: int, columns: int) -> tuple[int, int]:
 
 
 def swizzled_128x4_offset(row: Any, column: Any, columns: int) -> Any:
-    """Say at which byte of a swizzled buffer the scale factor of (``row``, ``column``) stands.
+    """Return the byte offset in a swizzled buffer of the block scale at (``row``, ``column``).
 
-    Plain arithmetic: integers, tensors and values of a kernel being traced all work.
+    The function is plain arithmetic: integers, tensors and values of a kernel being traced all work.
 
     Args:
         row: row in the unswizzled matrix.
@@ -37,7 +37,7 @@ def swizzled_128x4_offset(row: Any, column: Any, columns: int) -> Any:
         columns: the buffer's number of columns, a multiple of 4 (padding included).
 
     Raises:
-        ValueError: ``columns`` not a multiple of 4.
+        ValueError: ``columns`` is not a multiple of 4.
 
     >>> swizzled_128x4_offset(33, 5, 8)
     533
@@ -48,19 +48,19 @@ def swizzled_128x4_offset(row: Any, column: Any, columns: int) -> Any:
 
 
 def swizzled_128x4_view(swizzled: torch.Tensor, name: str = "swizzled") -> torch.Tensor:
-    """View a swizzled buffer in logical order, so that scale factors can be read and written in place.
+    """View a swizzled buffer in logical order, to read and write block scales in place.
 
     Args:
         swizzled: contiguous [rows, columns], multiples of 128 and 4; float8_e4m3fn or uint8.
-        name: what messages call ``swizzled``.
+        name: name of ``swizzled`` in messages.
 
     Returns:
         A view [rows / 128, 4, 32, columns / 4, 4]: (row, column) of the matrix is
         ``view[row // 128, row % 128 // 32, row % 32, column // 4, column % 4]``.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: wrong rank, partial tiles, or not contiguous.
+        TypeError: ``swizzled`` is not a tensor, or has another dtype.
+        ValueError: the rank is wrong, a tile is incomplete, or the buffer is not contiguous.
 
     >>> tuple(swizzled_128x4_view(torch.empty(256, 8, dtype=torch.uint8)).shape)
     (2, 4, 32, 2, 4)
@@ -76,7 +76,7 @@ def swizzled_128x4_view(swizzled: torch.Tensor, name: str = "swizzled") -> torch
 
 
 def swizzle_128x4(scales: torch.Tensor) -> torch.Tensor:
-    """Swizzle a matrix of scale factors into a new buffer, padded with zeros to whole tiles.
+    """Swizzle a matrix of block scales into a new buffer, padded with zeros to whole tiles.
 
     Args:
         scales: [rows, columns], any strides; float8_e4m3fn or uint8.
@@ -85,8 +85,8 @@ def swizzle_128x4(scales: torch.Tensor) -> torch.Tensor:
         Contiguous [round_up(rows, 128), round_up(columns, 4)] of the same dtype.
 
     Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: not 2-D.
+        TypeError: ``scales`` is not a tensor, or has another dtype.
+        ValueError: it is not 2-D.
 
     >>> scales = torch.arange(128, dtype=torch.uint8).view(32, 4)
     >>> swizzle_128x4(scales).view(-1)[16:20].tolist()  # row 1
@@ -101,19 +101,19 @@ def swizzle_128x4(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle_128x4(swizzled: torch.Tensor, rows: int, columns: int, first_row: int = 0) -> torch.Tensor:
-    """Read scale factors back out of a swizzled buffer: the inverse of :func:`swizzle_128x4`.
+    """Read block scales back from a swizzled buffer: the inverse of :func:`swizzle_128x4`.
 
     Args:
         swizzled: as in :func:`swizzled_128x4_view`.
         rows: height of the matrix to read.
-        columns: its width.
-        first_row: row of the buffer where it starts.
+        columns: width of the matrix to read.
+        first_row: row of the buffer at which the matrix starts.
 
     Returns:
         A new contiguous [``rows``, ``columns``] of the same dtype.
 
     Raises:
-        TypeError: no tensor, or another dtype.
+        TypeError: ``swizzled`` is not a tensor, or has another dtype.
         ValueError: as :func:`swizzled_128x4_view`, or the matrix does not fit.
 
     >>> scales = torch.arange(90, dtype=torch.uint8).view(30, 3)
@@ -127,17 +127,17 @@ def unswizzle_128x4(swizzled: torch.Tensor, rows: int, columns: int, first_row: 
 
 
 def store_swizzled_128x4(swizzled: torch.Tensor, scales: torch.Tensor, first_row: int = 0) -> None:
-    """Write scale factors into rows of a swizzled buffer and leave every other byte as it is.
+    """Write block scales into rows of a swizzled buffer and leave every other byte unchanged.
 
-    Several producers can so share one buffer, which is what FlashInfer's ``FP4Tensor.scale_start_index`` is for.
+    Several producers can thus share one buffer, the purpose of FlashInfer's ``FP4Tensor.scale_start_index``.
 
     Args:
         swizzled: as in :func:`swizzled_128x4_view`; written in place.
-        scales: [rows, columns] of the same dtype, no more columns than ``swizzled``.
-        first_row: row of the buffer that takes ``scales[0]``.
+        scales: [rows, columns] of the same dtype, with at most the columns of ``swizzled``.
+        first_row: row of the buffer that receives ``scales[0]``.
 
     Raises:
-        TypeError: no tensors, or different dtypes.
+        TypeError: an argument is not a tensor, or the dtypes differ.
         ValueError: as :func:`swizzled_128x4_view`, or ``scales`` does not fit.
 
     >>> buffer = torch.zeros(128, 4, dtype=torch.uint8)

@@ -1,23 +1,23 @@
-"""What Hopper's and Blackwell's tensor memory accelerator (TMA) asks of a tensor in global memory."""
+"""Rules of Hopper's and Blackwell's tensor memory accelerator (TMA) for tensors in global memory."""
 
 from __future__ import annotations
 
 import torch
 
-TMA_ALIGNMENT = 16  # bytes, of the base address and of every stride but the last
+TMA_ALIGNMENT = 16  # bytes, of the base address and of every stride except the last
 TMA_STRIDE_LIMIT = 1 << 40  # bytes, exclusive
 
 
 def tma_violation(view: torch.Tensor, name: str = "tensor") -> str | None:
-    """Say why TMA cannot address ``view``, or return None where it can.
+    """Return the reason why TMA cannot address ``view``, or None if it can.
 
-    The rules are those of ``cuTensorMapEncodeTiled``: the base address is 16-byte aligned, the last stride is one
-    element, and the others are multiples of 16 bytes below 2**40 bytes. The stride of a dimension of size 1 is never
-    used, so whatever it holds is no violation.
+    The rules come from ``cuTensorMapEncodeTiled``: the base address is 16-byte aligned, the last stride is one element,
+    and the other strides are multiples of 16 bytes below 2**40 bytes. The stride of a dimension of size 1 is never
+    used, so every value is allowed there.
 
     Args:
         view: any tensor.
-        name: what the sentence calls ``view``.
+        name: name of ``view`` in the message.
 
     >>> print(tma_violation(torch.empty(4, 8, 16, 128, dtype=torch.bfloat16)))
     None

@@ -1,4 +1,4 @@
-"""What appending to a paged cache is asked for, and which kernel serves it: pure Python, no GPU, no DSL."""
+"""Append problems (new tokens into a paged cache) and the kernel that serves them: pure Python, no GPU, no DSL."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hopwell.kernels import support
 from hopwell.kernels.config.base import DTYPES
 from hopwell.kernels.problem import Family, PageTable
 
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # what is smaller may be 0 in float32
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller values may be flushed to 0 in float32
 
 
 class CacheType(enum.Enum):
-    """What the kernel writes."""
+    """Forms of the written cache elements."""
 
-    WIDE = "wide"  # the new tokens as they are
+    WIDE = "wide"  # the new tokens, unchanged
     E4M3 = "e4m3"
     NVFP4 = "nvfp4"
-    NVFP4_INTERLEAVED = "nvfp4_interleaved"  # V's scales by four tokens, see layouts/scales.py
+    NVFP4_INTERLEAVED = "nvfp4_interleaved"  # V's scales are interleaved by four tokens, see layouts/scales.py
 
     @property
     def is_nvfp4(self) -> bool:
@@ -31,26 +31,26 @@ class CacheType(enum.Enum):
 
     @property
     def elements(self) -> int:
-        """Say how many elements a thread takes at a time: 16 bytes of a wide row, otherwise what becomes one scale
-        factor or 16 bytes of e4m3."""
+        """Elements that a thread processes at a time: 16 bytes of a wide row, a block with one scale, or 16 bytes of
+        e4m3."""
         return 8 if self is CacheType.WIDE else 16
 
 
 @dataclass(frozen=True)
 class AppendProblem:
-    """New tokens, checked, and where they go.
+    """Checked new tokens and their destinations.
 
     Attributes:
-        key, value: [tokens, kv_heads, head_dim], rows of which begin on 16 bytes.
+        key, value: [tokens, kv_heads, head_dim], with 16-byte aligned rows.
         key_cache, value_cache: canonical views [pages, kv_heads, page_size, stored head_dim].
-        key_scales, value_scales: of NVFP4, [pages, kv_heads, page_size, head_dim / 16], else None.
-        batch_indices, positions: int32, uint32 or int64 [tokens], as all indices may be. Negative ones are padding.
-        page_table: ids of K's and of V's pages: 2-D, or 1-D where ``page_starts`` says where a request's begin.
+        key_scales, value_scales: for NVFP4 [pages, kv_heads, page_size, head_dim / 16], else None.
+        batch_indices, positions: [tokens], int32, uint32 or int64, like all indices. Negative values are padding.
+        page_table: ids of K's and of V's pages: 2-D, or 1-D if ``page_starts`` gives the start of each request.
         page_starts: [batch + 1] or None.
         batch: number of requests.
-        k_scale, v_scale: what is divided by before it is rounded: floats, or one float32 on the device.
-        kind: what is written.
-        programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
+        k_scale, v_scale: divisors before rounding: floats, or one float32 on the device.
+        kind: form of the written elements.
+        programmatic_launch: let this kernel's launch overlap the tail of the preceding kernel (PDL).
     """
 
     key: torch.Tensor
@@ -73,7 +73,7 @@ class AppendProblem:
 
 
 class AppendAddresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent. Those of int64 indices are odd, see ``launch.address_of``."""
+    """Device addresses in bytes; 0 means absent. Addresses of int64 indices are odd, see ``launch.address_of``."""
 
     key: int
     value: int
@@ -101,7 +101,7 @@ class AppendGeometry(NamedTuple):
     page_shift: int  # log2 of the page size
     key_table_row: int
     value_table_row: int
-    table_width: int  # page ids of a request, or of all requests where page_starts is given
+    table_width: int  # page ids of a request, or of all requests if page_starts is given
     k_pages: int
     v_pages: int
     key_token: int
@@ -124,23 +124,24 @@ class AppendGeometry(NamedTuple):
 
 @dataclass(frozen=True)
 class AppendConfig:
-    """An append kernel: all that changes generated code. Sizes, head dims among them, are run-time arguments."""
+    """Config of an append kernel: everything that changes generated code. Sizes and head dims are run-time
+    arguments."""
 
     family: ClassVar[Family] = Family.APPEND
-    matrix_instruction: ClassVar[str] = ""  # it has no matrix product
+    matrix_instruction: ClassVar[str] = ""  # an append has no matrix product
 
     arch: str
-    dtype: str  # of the new tokens; "16bit" where they are copied
+    dtype: str  # of the new tokens; "16bit" if they are copied
     kind: CacheType
 
     @property
     def target(self) -> str:
-        """Return the architecture that the kernel is compiled for."""
+        """Architecture that the kernel is compiled for."""
         return support.build_of(self.arch)
 
     @property
     def name(self) -> str:
-        """Return the key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
+        """Key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
         return f"append_{self.arch}_{self.dtype}_{self.kind.value}"
 
 
@@ -149,10 +150,10 @@ def _config(arch: str, dtype: str, kind: CacheType) -> AppendConfig:
 
 
 def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
-    """Choose the kernel that serves ``problem`` on ``arch``.
+    """Choose the append kernel for ``problem`` on ``arch``.
 
     Raises:
-        NotImplementedError: there is none; the message says what is supported.
+        NotImplementedError: there is no kernel; the message lists what is supported.
     """
     page_size = problem.key_cache.shape[2]
     if not support.append_page_size(page_size):

@@ -1,7 +1,7 @@
-"""Rules for the device data of an append: scales, and the place that each new token goes to.
+"""Rules for the device data of an append: scales, and the destination of each new token.
 
-The kernel does not write a token without a valid place, so every rule here is about a defined outcome: a lost token.
-Padding is told apart by a negative batch index or position.
+The kernel does not write a token without a valid destination, so breaking any rule here has a defined outcome: a lost
+token. A negative batch index or position marks padding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hopwell.kernels.launch.device_data import Rule, ascending, read_rows, signe
 
 
 def rules_of(problem: AppendProblem) -> Iterator[Rule]:
-    """Yield the rules for what a launch of ``problem`` reads besides the new tokens."""
+    """Yield the rules for the device data that a launch of ``problem`` reads besides the new tokens."""
     p = problem
     for operand, scale in (("k_scale", p.k_scale), ("v_scale", p.v_scale)):
         if isinstance(scale, torch.Tensor):
@@ -36,7 +36,7 @@ def rules_of(problem: AppendProblem) -> Iterator[Rule]:
 def _places(
     p: AppendProblem, requests: torch.Tensor, positions: torch.Tensor, is_token: torch.Tensor
 ) -> Iterator[Rule]:
-    """Tokens lie within the pages of their requests, whose ids name pages of the cache."""
+    """Yield the rules that tokens lie within the pages of their requests, and that page ids name pages of the cache."""
     table, page_size = p.page_table, p.key_cache.shape[2]
     width = table.key.shape[-1]
     if p.page_starts is None:
@@ -67,7 +67,7 @@ def _places(
 
 
 def _starts(starts: torch.Tensor, width: int) -> Iterator[Rule]:
-    """Page ids of requests follow each other."""
+    """Yield the rules that page ids of requests are consecutive."""
     outside = (starts < 0) | (starts > width)
     yield _rule("page_starts", starts, outside, f"in [0, {width}], the number of page ids")
     yield ascending("page_starts", starts)

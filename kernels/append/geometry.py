@@ -1,4 +1,4 @@
-"""The run-time sizes and strides of an append."""
+"""Run-time sizes and strides of an append."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hopwell.kernels.config.base import page_and_head_stride
 
 
 def append_geometry(problem: AppendProblem, config: AppendConfig) -> AppendGeometry:
-    """Return the run-time sizes and strides of a problem."""
+    """Return the run-time sizes and strides of an append problem."""
     p, table = problem, problem.page_table
     has_rows = p.page_starts is None
 
@@ -26,7 +26,7 @@ def append_geometry(problem: AppendProblem, config: AppendConfig) -> AppendGeome
         k_dim=p.key.shape[2],
         v_dim=p.value.shape[2],
         page_shift=p.key_cache.shape[2].bit_length() - 1,
-        key_table_row=table.key.stride(0) if has_rows else 0,  # in page ids, whatever their dtype
+        key_table_row=table.key.stride(0) if has_rows else 0,  # in page ids of either dtype
         value_table_row=table.value.stride(0) if has_rows else 0,
         table_width=table.key.shape[-1],
         k_pages=p.key_cache.shape[0],

@@ -1,7 +1,8 @@
-"""New keys and values into the pages of a cache, quantized on the way. One source serves every arch.
+"""The append kernel: writes new keys and values into the pages of a cache and quantizes them. One source serves all
+archs.
 
-A CTA has one token, of K or of V: all of its threads look up the same page, and then take elements that are neighbours
-in memory, 16 bytes at a time. K and V of a token are apart, so that all threads have work where heads are few.
+A CTA processes one token, of K or of V. All of its threads look up the same page, and then take neighbouring elements,
+16 bytes at a time. K and V of a token have separate CTAs, so that all threads have work with few heads.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ UNPACK = {"bf16": copy.unpack_bf16_x2, "fp16": copy.unpack_f16_x2}
 
 @dataclass(frozen=True)
 class Destination(DeviceStruct):
-    """K or V: the new rows, and the cache that they go to. Strides are in elements."""
+    """K or V: the new rows, and their destination in the cache. Strides are in elements."""
 
     rows: Int64
     token: Int64
@@ -57,7 +58,7 @@ class Destination(DeviceStruct):
 
     @cute.jit
     def store_scale(self, factor, page, head, row, block, blocks) -> None:
-        """Write the scale factor of a block of 16 elements."""
+        """Write the scale of a block of 16 elements."""
         column = block
         if const_expr(self.interleaves):
             quarter = blocks // INTERLEAVED_TOKENS
@@ -68,7 +69,7 @@ class Destination(DeviceStruct):
 
 
 class Append:
-    """The kernel for one kind of cache."""
+    """The kernel for one type of cache."""
 
     def __init__(self, config: AppendConfig):
         self.config, self.kind = config, config.kind
@@ -84,7 +85,7 @@ class Append:
         programmatic_launch: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch the kernel. ``anchor`` is read by nobody: its device is the one to launch on."""
+        """Launch the kernel. No code reads ``anchor``; it selects the device."""
         self.kernel(addresses, geometry, k_scale, v_scale).launch(
             grid=[Int32(geometry.tokens), 2, 1],
             block=[THREADS, 1, 1],
@@ -95,7 +96,7 @@ class Append:
     @cute.kernel
     def kernel(self, a: AppendAddresses, g: AppendGeometry, k_scale: Float32, v_scale: Float32):
         token, part, _ = cute.arch.block_idx()
-        # The grid before this one may still be computing the new tokens, or reading the pages.
+        # The preceding grid may still be computing the new tokens, or reading the pages.
         cute.arch.griddepcontrol_wait()
         if part == 0:
             scale = load_scale(a.k_scale, k_scale)
@@ -111,7 +112,7 @@ class Append:
 
     @cute.jit
     def place(self, a, g, token, table, table_row):
-        """Return the page that a token belongs into, -1 for none, and the row in it."""
+        """Return the page of a token, -1 if there is none, and its row in the page."""
         request = load_wide_index(a.batch_indices, token)
         position = load_wide_index(a.positions, token)
         page, shift = Int64(-1), Int64(g.page_shift)
@@ -121,7 +122,7 @@ class Append:
             if a.page_starts != 0:
                 first = load_wide_index(a.page_starts, request)
                 end = cutlass.min(load_wide_index(a.page_starts, request + 1), g.table_width)
-            # The difference does not overflow where the conditions before it hold.
+            # The first two conditions rule out an overflow of the difference.
             if first >= 0 and first < end and index < end - first:
                 page = load_wide_index(table, first + index)
         return page, position & ((Int64(1) << shift) - 1)
@@ -148,7 +149,7 @@ class Append:
                     to.store_scale(factor, page, head, row, block, blocks)
 
     def load(self, address) -> list:
-        """Load the elements that a thread takes at a time, two in a word."""
+        """Load the elements that a thread processes at a time, two in a word."""
         bytes_ = self.kind.elements * HALFWORD_BYTES
         vectors = range(0, bytes_, copy.VECTOR_BYTES)
         return [word for offset in vectors for word in copy.load_global(address + offset, 4, Uint32)]

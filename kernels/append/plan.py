@@ -1,4 +1,4 @@
-"""From an append problem to a launch."""
+"""Launch of an append problem."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hopwell.kernels.launch.arguments import address_of, named_tuple
 from hopwell.kernels.launch.plan import bind, device_anchor, emulated_memory
 from hopwell.kernels.problem import Family
 
-# The tensors whose addresses are AppendAddresses, by the same names.
+# Tensors whose addresses are AppendAddresses, with the same names.
 AppendOperands = named_tuple("AppendOperands", *AppendAddresses._fields)
 CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 
 
 class AppendPlan:
-    """A compiled kernel with its geometry. Addresses come with each launch."""
+    """A compiled kernel and its geometry. Addresses come with each launch."""
 
     def __init__(self, problem: AppendProblem):
         device = problem.key.device
-        # The device's own, whatever HOPWELL_KERNELS says: every architecture has the same kernels.
+        # HOPWELL_KERNELS is ignored: every architecture has the same append kernels.
         arch = support.native_arch(device)
         made = registry.implementation(Family.APPEND, arch)
         self.config = made.resolve(problem, arch)
-        # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
+        # Whether later calls may reuse the plan after comparing only tensors; the emulator also has settings.
         self.repeatable = device.type == "cuda"
         self.has_work = problem.key.shape[0] > 0
         if self.has_work:
@@ -42,10 +42,11 @@ class AppendPlan:
             self.anchor = device_anchor(device)
 
     def launch(self, views: Sequence[torch.Tensor | None], name: Callable[[str], str] = str) -> None:
-        """Launch with ``operands`` of the plan's problem. ``name`` returns what the emulator's messages call one."""
+        """Launch with the ``operands`` of a problem. ``name`` maps an operand to its name in the emulator's
+        messages."""
         if self.has_work:
             named = [*zip(AppendAddresses._fields, views, strict=True)]
-            # Most of a cache stays as it is.
+            # Caches are "inout": an append leaves most of a cache unchanged.
             spans = [(name(operand), "inout" if operand in CACHES else "in", view) for operand, view in named]
             with contextlib.nullcontext() if self.repeatable else emulated_memory(spans):
                 addresses = tuple([address_of(operand, view) for operand, view in named])
@@ -53,7 +54,7 @@ class AppendPlan:
 
 
 def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors whose addresses the kernel gets, in the order of :class:`AppendAddresses`."""
+    """Return the tensors of :class:`AppendAddresses`, in its order."""
     p = problem
     return AppendOperands(
         key=p.key,

@@ -43,13 +43,13 @@ from hopwell.kernels.support import (
 
 @dataclass(frozen=True)
 class Feature:
-    """One row of the table. Features of the same ``kind`` are what a refusal offers instead of each other.
+    """One row of the table. A refusal offers the supported features of the same ``kind`` instead.
 
     Attributes:
-        key: what the row is asked for by.
+        key: identifier of the row.
         kind: "data types", "masks" and so on.
-        title: what the row and refusals say.
-        probe: the problem that calls with the feature become, of a case.
+        title: text of the row and of refusals.
+        probe: function that turns a case into the sample problem of a call with the feature.
         cases: arguments of ``probe``; all need kernels. A row without cases is for calls that no other row covers.
         is_asked: whether a problem needs the row.
     """
@@ -63,13 +63,13 @@ class Feature:
 
     @functools.cached_property
     def archs(self) -> tuple[str, ...]:
-        """Return the architectures that have kernels for all cases."""
+        """Architectures that have kernels for all cases."""
         problems = self._problems
         return tuple(arch for arch in ARCHS if problems and not any(refuse(one, arch) for one in problems))
 
     @property
     def short_title(self) -> str:
-        """Return the title without the name of its kind: "64" for "head dim 64"."""
+        """Title without the name of its kind: "64" for "head dim 64"."""
         return re.sub("(head dim|page size):? ", "", self.title)
 
     @property
@@ -77,20 +77,22 @@ class Feature:
         return [self.probe(**case) for case in self.cases]
 
     def marks(self, arch: str) -> tuple[str, ...]:
-        """Return a mark and the matrix instruction of each kind of kernel that serves the cases on ``arch``."""
+        """Return a mark and the matrix instruction for each kernel that serves the cases on ``arch``."""
         if arch not in self.archs:
             return ()
         return tuple(dict.fromkeys(_mark(one, arch) for one in self._problems))
 
 
 def refuse(problem: Any, arch: str) -> str | None:
-    """Say why an entry finds no kernel for ``problem``, or return None."""
+    """Return the reason why an entry finds no kernel for ``problem``, or None if there is a kernel."""
     return registry.refuse(as_launched(problem, arch), arch)
 
 
 def as_launched(problem: Any, arch: str) -> Any:
-    """Return the problem that an entry makes of ``problem``: it dequantizes e4m3 queries of decode, and those of MLA
-    where kernels do not take them."""
+    """Return the problem as an entry launches it, with dequantized queries if necessary.
+
+    Entries dequantize e4m3 queries of decode, and of MLA on architectures whose kernels do not take them.
+    """
     dequantizes = problem.family is Family.DECODE or (problem.family is Family.MLA and not registry.has_fp8_mma(arch))
     if dequantizes and problem.query.dtype == FP8:
         return replace(problem, query=problem.query.to(BF16))
@@ -99,13 +101,13 @@ def as_launched(problem: Any, arch: str) -> Any:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry point: where it lives and what it can do."""
+    """An entry point: its module and its features."""
 
     module: str
     features: tuple[Feature, ...]
 
     def feature(self, key: str) -> Feature:
-        """Return the feature called ``key``."""
+        """Return the feature with this key."""
         return next(feature for feature in self.features if feature.key == key)
 
 
@@ -114,21 +116,23 @@ def _joined(dims: tuple[tuple[int, int], ...]) -> str:
 
 
 def _over(name: str, values: Any, **others: Any) -> list[dict[str, Any]]:
-    """Make a case for each of the values of an argument."""
+    """Return a case for each value of an argument."""
     return [{name: value, **others} for value in values]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a family of kernels, whose problems ``probe`` makes."""
+    """Factory of the rows of a family of kernels, whose sample problems ``probe`` creates."""
 
     probe: Callable[..., Any]
 
     def row(
         self, key: str, kind: str, title: str, *cases: dict[str, Any], shown: dict[str, Any] | None = None
     ) -> Feature:
-        """Make a row of some cases, or the plain one. A problem needs it that has all of a case, or what is
-        ``shown``."""
+        """Return a row of some cases, or of the plain one.
+
+        A problem needs the row if it matches all arguments of one case, or of ``shown`` if given.
+        """
         cases = cases or ({},)
         signs = cases if shown is None else (shown,)
         return Feature(
@@ -138,8 +142,10 @@ class _Rows:
     def no_row(
         self, key: str, kind: str, title: str, *beside: Feature, shown: Sequence[dict[str, Any]] = ({},)
     ) -> Feature:
-        """Make a row of what no architecture has: what none of the rows ``beside`` names, of problems with one of what
-        is ``shown``."""
+        """Return a row that no architecture has.
+
+        A problem needs it if it matches one case of ``shown`` and needs none of the rows ``beside``.
+        """
 
         def is_asked(problem: Any) -> bool:
             return any(samples.has(problem, one) for one in shown) and not any(row.is_asked(problem) for row in beside)
@@ -147,13 +153,13 @@ class _Rows:
         return Feature(key, kind, title, self.probe, (), is_asked)
 
     def mask(self, mask: MaskKind, note: str = "", **case: Any) -> Feature:
-        """Make a mask's row, with a note how an entry is asked for it."""
+        """Return the row of a mask, with a note on the argument that selects it."""
         rule = mask.rule
         return self.row(rule.feature, "masks", rule.title + note, dict(mask=mask, **case))
 
     @property
     def page_sizes(self) -> tuple[Feature, ...]:
-        """Return the rows of page sizes."""
+        """Rows of page sizes."""
         known = self.row(
             "page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", *_over("page_size", _PAGE_SIZES)
         )
@@ -161,20 +167,20 @@ class _Rows:
 
     @property
     def sinks(self) -> Feature:
-        """Return a row of sinks."""
+        """Row of sinks."""
         return self.row("sinks", "extras", "attention sinks", dict(sinks=samples.SINKS))
 
     @property
     def tensor_scales(self) -> Feature:
-        """Return a row of scales that the device has."""
+        """Row of scales as device tensors."""
         return self.row("tensor_scales", "extras", "scales as device tensors", dict(tensor_scales=True))
 
     def with_others(self, *known: Feature) -> tuple[Feature, ...]:
-        """Return the rows of head dims, and that of what they leave."""
+        """Return the rows of head dims, and a row for all other head dims."""
         return *known, self.no_row("other_head_dim", "head dims", "other head dims", *known)
 
 
-_PAGE_SIZES = (1, 3, 16, MAX_PAGE_SIZE)  # of either way to fetch, and the largest
+_PAGE_SIZES = (1, 3, 16, MAX_PAGE_SIZE)  # both ways to fetch, and the largest size
 _PREFILL, _DECODE, _MLA, _APPEND = (
     _Rows(probe) for probe in (samples.prefill, samples.decode, samples.mla, samples.append)
 )
@@ -224,7 +230,7 @@ _PREFILL_NVFP4_HEAD_DIMS = _PREFILL.row(
     f"with NVFP4 caches: {_joined(NVFP4_HEAD_DIMS)}",
     *_over("dims", NVFP4_HEAD_DIMS, kv=UINT8),
 )
-# Other sizes are refused before there is a problem: V's scales are interleaved by four tokens.
+# The entry refuses other sizes before a problem exists: V's scales are interleaved by four tokens.
 _PREFILL_NVFP4_PAGE_SIZES = _PREFILL.row(
     "nvfp4_page_size",
     "page sizes",
@@ -283,7 +289,7 @@ ENTRIES: dict[str, Entry] = {
             ),
             *_PREFILL.page_sizes,
             _PREFILL_NVFP4_PAGE_SIZES,
-            # Views of the same problem: kernels know strides and tables, not layouts.
+            # All caches become views of the same problem: kernels know strides and tables, not layouts.
             _PREFILL.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
             _PREFILL.mask(MaskKind.CAUSAL),
             _PREFILL.mask(MaskKind.FULL, " (`causal=False`)"),
@@ -292,7 +298,7 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.tensor_scales,
             _SKIP_SOFTMAX,
             _PREFILL.row("lse", "extras", "log-sum-exp, base 2 or e", dict(lse=True)),
-            # No problem can ask for these two.
+            # No problem can need these two rows.
             _PREFILL.no_row("fp16_softmax", "extras", "softmax in fp16 (`use_fp16_softmax`)", shown=()),
             _PREFILL.no_row("spcompress", "extras", "`uses_spcompress`", shown=()),
         ),
@@ -427,7 +433,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 def table_of(entry: str) -> Entry:
-    """Return the table of an entry point, by its name."""
+    """Return the table of the entry point ``entry``."""
     return ENTRIES[SAME_AS.get(entry, entry)]
 
 
@@ -437,7 +443,7 @@ def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedE
     Args:
         entry: name of the entry point.
         feature: key of the feature in the table.
-        detail: the argument and value that ask for it, for example ``"out_dtype='nvfp4'"``.
+        detail: the argument and value that need it, for example ``"out_dtype='nvfp4'"``.
         arch: architecture of the call.
     """
     table = table_of(entry)
@@ -455,7 +461,7 @@ def require(entry: str, feature: str, detail: str, arch: str) -> None:
 
 
 def lacking(entry: str, problem: Any, arch: str) -> Feature | None:
-    """Return the first row of ``entry`` that a problem needs and ``arch`` has not, or None where it has all."""
+    """Return the first row of ``entry`` that a problem needs and ``arch`` lacks, or None."""
     rows = table_of(entry).features
     return next((row for row in rows if arch not in row.archs and row.is_asked(problem)), None)
 
@@ -464,7 +470,7 @@ RAN, RAN_ON_HOPPER, EMULATED, MISSING = "●", "◐", "○", "-"
 
 
 def _mark(problem: Any, arch: str) -> str:
-    """Return where the kernel that serves ``problem`` on ``arch`` has run, and its matrix instruction."""
+    """Return the mark of the kernel that serves ``problem`` on ``arch`` and its matrix instruction."""
     launched = as_launched(problem, arch)
     instruction = registry.implementation(launched.family, arch).resolve(launched, arch).matrix_instruction
     elsewhere = RAN_ON_HOPPER if instruction in RUN_ON_HOPPER else EMULATED
@@ -473,15 +479,15 @@ def _mark(problem: Any, arch: str) -> str:
 
 
 def gpus_of(archs: Sequence[str]) -> str:
-    """Return the products that have one of these architectures."""
+    """Return the products with these architectures."""
     return ", ".join(gpu for arch in archs for gpu in hardware.ARCHITECTURES[arch].gpus)
 
 
 def support_matrix() -> str:
     """Return the table in Markdown: for each entry its features as rows and the architectures as columns.
 
-    A cell has a mark and the matrix instruction of the kernels. ● has run on a GPU of the column, ◐ on a Hopper GPU as
-    the same source compiled for Hopper, ○ on the emulator alone. - has no kernel.
+    A cell has a mark and the matrix instruction of the kernels. ● has run on a GPU of the column, ◐ on a Hopper GPU
+    (the same source compiled for Hopper), ○ only in the emulator. - has no kernel.
     """
     columns = " | ".join(f"{gpus_of([arch])} ({arch})" for arch in ARCHS)
     sections = []

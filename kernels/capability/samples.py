@@ -1,6 +1,6 @@
-"""Problems that stand for what entries offer: whether a kernel serves them is what the support matrix says.
+"""Sample problems of the support matrix: a feature is supported if a kernel serves its sample problems.
 
-A probe has shapes, strides and dtypes, which are all that choosing a kernel takes, and no memory.
+A sample has shapes, strides and dtypes, which are enough to choose a kernel, and no memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _ints(*shape: int) -> torch.Tensor:
 
 
 def _cache(dims: tuple[int, int], kv: torch.dtype, page_size: int) -> dict[str, Any]:
-    """Make K and V, with scales where they are NVFP4, two elements in a byte."""
+    """Return K and V, with block scales if they are NVFP4 (two elements in a byte)."""
     packing = 2 if kv is UINT8 else 1
     key, value = (_empty(PAGES, KV_HEADS, page_size, dim // packing, dtype=kv) for dim in dims)
     scales = [_empty(PAGES, KV_HEADS, page_size, dim // BLOCK, dtype=FP8) for dim in dims]
@@ -87,7 +87,7 @@ def prefill(
     statistics: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
-    """Make a prefill, whose K and V are like the query and whose output is as well where nothing else is said."""
+    """Return a prefill problem. K, V and the output have the query's dtype by default."""
     q_len = 32
     tokens = BATCH * q_len
     scales = OutputScales(_empty(128, HEADS * dims[1] // BLOCK, dtype=FP8), 0, 1.0)
@@ -119,7 +119,7 @@ def decode(
     tensor_scales: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
-    """Make a decode of ``q_len`` new tokens of each request."""
+    """Return a decode problem with ``q_len`` new tokens of each request."""
     tokens = BATCH * q_len
     return _problem(
         _empty(tokens, HEADS, dim, dtype=query),
@@ -148,7 +148,7 @@ def mla(
     tensor_scales: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
-    """Make an MLA decode over rows of ``row`` elements, whose value is the first ``dims[1]`` columns."""
+    """Return an MLA decode problem over rows of ``row`` elements, whose value is the first ``dims[1]`` columns."""
     key = _empty(PAGES, 1, page_size, row or dims[0], dtype=kv)
     tokens = BATCH * q_len
     topk_lists: dict[str, Any] = dict(page_table=None, token_table=_ints(tokens, 64)) if sparse else {}
@@ -170,7 +170,7 @@ def mla(
 def append(
     *, kind: CacheType = CacheType.WIDE, page_size: int = PAGE_SIZE, tensor_scales: bool = False
 ) -> AppendProblem:
-    """Make an append of new tokens of bfloat16 to a cache of this ``kind``."""
+    """Return an append problem: new bfloat16 tokens into a cache of this ``kind``."""
     tokens, dim, kv = 8, 128, {CacheType.WIDE: BF16, CacheType.E4M3: FP8}.get(kind, UINT8)
     cache, table = _cache((dim, dim), kv, page_size), _ints(BATCH, 3)
     scales = cache["kv_scales"]
@@ -205,13 +205,13 @@ def _has_tensor_scale(problem: Any) -> bool:
 
 
 def _has_page_size(problem: Any, size: int) -> bool:
-    """Tell whether pages are of a size for which ``size``, one of a few in the table, stands."""
+    """Return whether the page size belongs to the row of the table for which ``size`` is a sample."""
     if isinstance(problem, AppendProblem):
         return append_page_size(problem.key_cache.shape[2])
     return problem.key.shape[2] <= MAX_PAGE_SIZE
 
 
-# Whether a problem has what an argument of its probe asks for.
+# For each argument of a probe: whether a problem has what a value of the argument asks for.
 _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
     query=lambda problem, dtype: problem.query.dtype == dtype,
     kv=lambda problem, dtype: problem.key.dtype == dtype,
@@ -236,5 +236,5 @@ _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
 
 
 def has(problem: Any, case: dict[str, Any]) -> bool:
-    """Tell whether a problem has all that the arguments of its probe ask for in a case."""
+    """Return whether a problem has everything that the arguments of a case ask for."""
     return all(_HAS[name](problem, value) for name, value in case.items())

@@ -1,4 +1,4 @@
-"""Which kernels are compiled ahead: those of plain scores. Others are compiled when they are first called for."""
+"""Kernels that are compiled ahead: kernels of plain scores. The first call that needs another kernel compiles it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from hopwell.kernels.support import PREFILL_TYPES, TYPES_16BIT, TYPES_FP8, TYPES
 
 
 def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) -> Iterator[Buildable]:
-    """Yield the prefill kernels whose operands are of ``prefill_types``; with TYPES_16BIT among them all other families
-    too, but for MLA kernels that multiply bytes, which go with TYPES_FP8."""
+    """Yield the prefill kernels with operands of ``prefill_types``, and the kernels of the other families.
+
+    The other families go with TYPES_16BIT, except the MLA kernels with fp8 MMA, which go with TYPES_FP8.
+    """
     for config in itertools.chain.from_iterable(registry.shipped_configs(arch, family) for family in Family):
         has_fp8_mma = isinstance(config, MlaConfig) and config.uses_fp8_mma
         if (TYPES_FP8 if has_fp8_mma else TYPES_16BIT) in prefill_types:
@@ -29,7 +31,7 @@ def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) 
 
 
 def command_for(kernel: Buildable) -> str | None:
-    """Return the command line that compiles ``kernel`` ahead, or None where none does."""
+    """Return the command line that compiles ``kernel`` ahead, or None if there is none."""
     for types in PREFILL_TYPES:
         if any(config.name == kernel.name for config in kernels_to_ship(kernel.arch, (types,))):
             return f"python -m hopwell compile --arch {kernel.arch} --prefill-types {types}"

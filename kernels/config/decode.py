@@ -1,4 +1,4 @@
-"""Which decode kernel serves a problem, like ``config/prefill.py`` for prefill."""
+"""Selection of the decode kernel for a problem, like ``config/prefill.py`` for prefill."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ NARROW_HEAD_DIMS = {
     KvType.NVFP4: support.DECODE_NVFP4_HEAD_DIMS,
 }
 KV_TYPES = (KvType.WIDE, *EIGHT_BIT_TYPES.values())  # of kernels that are compiled ahead
-MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)  # that are compiled ahead
-# Requests may have several new tokens with these masks: with the others all rows have one position.
+MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)  # of kernels that are compiled ahead
+# Masks under which requests may have several new tokens; under other masks all rows have one position.
 DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT, MaskKind.CYCLIC)
 HEAD_DIMS = support.DECODE_HEAD_DIMS
 COMPILED_HEAD_DIMS = (64, 128, 256, 512)  # the others are compiled on demand only
 
-# Tiles go by columns in shared memory. Stages are what keeps memory busy: 128 KiB of K and V under way or waiting.
+# Tiles by columns in shared memory. The stages keep memory busy: 128 KiB of K and V are in flight or waiting.
 _TILES = {
     64: Tile(ROWS, 128, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
     128: Tile(ROWS, 64, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
@@ -65,35 +65,34 @@ _TILES = {
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
-# The tile of few rows has as many stages as fit, and registers for one warpgroup beside the producers.
+# The swap-AB tile fills shared memory with stages, and has registers for one warpgroup besides the producers.
 _TREE_TILE = Tile(SWAP_AB_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_registers=104, consumer_registers=240)
-# Over 8-bit caches the tile has half of the registers. Q goes into registers, so that one stage of it is enough.
+# Over 8-bit caches the swap-AB tile has half of the registers. Q goes into registers, so one stage of Q is enough.
 _EIGHT_BIT_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
-_STAGE_BYTES = 65536  # of K, and of V, of all CTAs of a multiprocessor
-# It is so much where rows are shorter than a cache line of L2. With more under way, CTAs whose heads share cache lines
-# come for them at times further apart: 256 x 1024 tokens of 4 bits took 132 instead of 127 us, and 32 x 8192 whose
-# heads lie apart 113 instead of 108 (H100, 2026-11-25).
+_STAGE_BYTES = 65536  # of K, and of V, of all CTAs of an SM
+# Stage bytes for rows shorter than a cache line of L2. CTAs whose heads share cache lines read them further apart in
+# time with more loads in flight: 256 x 1024 tokens of 4 bits took 132 instead of 127 us. 32 x 8192 tokens whose heads
+# lie apart took 113 instead of 108 us (H100, 2026-11-25).
 _SHORT_ROW_STAGE_BYTES = 32768
-# With caches of 8 bits eight warps have keys of their own, and a warpgroup combines with what registers they leave:
-# where widths are no powers of two, it takes some more.
+# Over 8-bit caches eight warps have keys of their own. The combine warpgroup gets the registers that they leave, and
+# needs a few more for widths that are not powers of two.
 _EIGHT_BIT_TILES = {
     112: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=184, combine_registers=104),
     128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
     240: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=184, combine_registers=104),
     256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
 }
-# Warps dequantize in registers what they multiply as long as they do not have to do it too often, or with too few of
-# them: a key is dequantized by each warp that has rows, of more than 32 by three or four, and of more columns O and Q
-# take too many registers. Otherwise a warpgroup dequantizes K and V in the shared memory that they come to lie in, and
-# tiles are those of 16 bits. By count of instructions, of bfloat16 queries and 128 columns, a byte of K or V takes
-# 0.063 with 16 rows, 0.126 with 32 and 0.252 with 64 where it is dequantized in registers, and 0.153 where it is
-# dequantized in place.
+# Warps dequantize K and V in registers if each key is dequantized by few warps and registers are left. Every warp that
+# has rows dequantizes a key: with more than 32 rows, three or four warps do. Beyond 256 columns, O and Q take too many
+# registers. Otherwise a warpgroup dequantizes K and V in place, in shared memory, and tiles are the 16-bit tiles.
+# Instructions counted per byte of K or V, for bfloat16 queries and 128 columns: 0.063 with 16 rows, 0.126 with 32 and
+# 0.252 with 64 if dequantized in registers, 0.153 if dequantized in place.
 MOST_ROWS_IN_REGISTERS, MOST_COLUMNS_IN_REGISTERS = 32, 256
 _DEQUANTIZED_TILES = {columns: replace(tile, converting_registers=88) for columns, tile in _TILES.items()}
-# With drafts of float16 over e4m3, attend has two values in memory, read once for each chunk. Eight registers more
-# for it would have the warps that load or dequantize spill in every step.
+# With float16 drafts over e4m3, attend keeps two values in memory and reads them once per chunk. Eight registers more
+# for attend would make the warps that load or dequantize spill in every step.
 _DEQUANTIZED_TILES[512] = replace(_DEQUANTIZED_TILES[512], consumer_registers=192)
-# Loaders that copy scales besides take more registers.
+# Loaders that also copy scales take more registers.
 _NVFP4_TILES = {
     columns: replace(_EIGHT_BIT_TILES[columns], producer_registers=56, consumer_registers=184, combine_registers=88)
     for columns in (128, 256)
@@ -102,20 +101,21 @@ _NVFP4_TILES = {
 
 @dataclass(frozen=True)
 class DecodeConfig(KernelConfig):
-    """A decode kernel.
+    """Config of a decode kernel.
 
     Attributes:
         kv_type: element type of K and V in memory.
         rows: packed rows of a tile.
-        short_leaves: whether leaves have as many keys as with the fewest rows. Ragged drafts have them, so that the
-            bits of a request do not depend on the caller's bound of new tokens as long as its kernels have a tree.
+        short_leaves: whether leaves have the length of the smallest row count's leaves. Ragged drafts have short
+            leaves, so that the bits of a request are independent of the caller's bound of new tokens while its kernels
+            have a tree.
     """
 
     family: ClassVar[Family] = Family.DECODE
 
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = NARROW_HEAD_DIMS
-    tiled: ClassVar[bool] = False  # whether rows are in tiles of few, however many there are
+    tiled: ClassVar[bool] = False  # whether all numbers of rows are cut into tiles of few rows
 
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS
@@ -123,17 +123,17 @@ class DecodeConfig(KernelConfig):
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
-        """Say how many rows a tile of the kernel has for ``rows`` packed rows of a request."""
+        """Return the rows of the kernel's tile for ``rows`` packed rows of a request."""
         return tile_rows(rows, head_dim, kv_type)
 
     @property
     def has_tree(self) -> bool:
-        """Tell whether leaves of keys are combined as a tree, see ``sm90/decode_swap_ab.py``."""
+        """Whether leaves of keys are combined as a binary tree (stream-K), see ``sm90/decode/swap_ab.py``."""
         return self.rows in tree_rows(self.head_dim_qk, self.kv_bytes)
 
     @property
     def smem_levels(self) -> int:
-        """Say how many levels of the tree are in shared memory."""
+        """Number of levels of the tree that are in shared memory."""
         return shared_levels(self.rows, self.head_dim_v, self.splitting_bytes)
 
     @property
@@ -142,7 +142,7 @@ class DecodeConfig(KernelConfig):
 
     @property
     def dequantizes_in_registers(self) -> bool:
-        """Tell whether warps that multiply read K and V of 8 or 4 bits, and dequantize them themselves."""
+        """Whether the consumer warps read 8-bit or 4-bit K and V and dequantize them in registers."""
         return self.kv_element.dequantized and not self.dequantizes_in_place
 
     @property
@@ -151,13 +151,15 @@ class DecodeConfig(KernelConfig):
 
     @property
     def splitting_bytes(self) -> int:
-        """Return the bytes of an element of K and V, as far as they say how keys are split among CTAs: what is
-        dequantized in place is split as if it had been wide in memory, so that results have the same bits."""
+        """Bytes of an element of K and V by which keys are split among CTAs.
+
+        Keys that are dequantized in place are split like 16-bit keys, so that results have the same bits.
+        """
         return self.kv_bytes if self.dequantizes_in_registers else self.q_bytes
 
     @property
     def is_cooperative(self) -> bool:
-        """Tell whether a launch begins only when all of its CTAs can run at the same time."""
+        """Whether a launch starts only when all of its CTAs can run at the same time (cooperative launch)."""
         return False
 
     @property
@@ -188,15 +190,14 @@ class DecodeConfig(KernelConfig):
 
     @property
     def chunk_tokens(self) -> int:
-        """Count the keys of a unit of work, as long as requests are not very long, or of a leaf where there is a
-        tree."""
+        """Keys of a chunk, unless requests are very long; with a tree, keys of a leaf."""
         if self.has_tree:
             return LEAF_TILE * self.leaf_tiles
         return chunk_tokens(self.head_dim_v, element_bytes=self.splitting_bytes)
 
     @property
     def halves_chunks(self) -> bool:
-        """Tell whether requests of middle length have chunks of half of :attr:`chunk_tokens`."""
+        """Whether requests of medium length have chunks of half of :attr:`chunk_tokens`."""
         return True
 
     @property
@@ -204,9 +205,9 @@ class DecodeConfig(KernelConfig):
         return True
 
     def slots(self, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
-        """Slots for partials, or for nodes of the tree, of a launch on ``sms`` multiprocessors.
+        """Return the slots for partials, or for nodes of the tree, of a launch on ``sms`` SMs.
 
-        A request has up to ``rows`` packed rows, in ``row_tiles`` tiles of each of ``kv_heads``, and ``capacity`` keys.
+        A request has up to ``rows`` packed rows, in ``row_tiles`` tiles for each KV head, and ``capacity`` keys.
         """
         columns = self.head_dim_v
         if self.has_tree:
@@ -215,17 +216,18 @@ class DecodeConfig(KernelConfig):
         return slot_count(max(rows, 1), kv_heads, columns, capacity, sms, latent, self.has_cta_parts)
 
     def counter_ints(self, slots: int) -> int:
-        """Counters of a launch with ``slots``, in int32. The kernel finds them zero and leaves them zero."""
+        """Return the int32 counters of a launch with ``slots``. The kernel finds them zero and leaves them zero."""
         return tree_counter_ints(slots) if self.has_tree else counter_ints(slots)
 
     @classmethod
     def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
-        """Bytes of scratch that is enough for any kernel of this kind, see :func:`splitting.scratch_bytes`."""
+        """Return the bytes of scratch for any kernel of this class, see :func:`splitting.scratch_bytes`."""
         return scratch_bytes(rows, kv_heads, columns, capacity, sms, tiled=cls.tiled)
 
     @property
     def has_combine_role(self) -> bool:
-        """Tell whether a warpgroup of its own combines. Beside two that share V there are not registers enough."""
+        """Whether a separate warpgroup combines partials. Two warpgroups that share V leave too few registers for
+        it."""
         return not self.tile.splits_v and not self.has_tree
 
     @property
@@ -234,8 +236,10 @@ class DecodeConfig(KernelConfig):
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Rows of codes of 4 bits are not filled up to 128 bytes: bytes that nobody reads are not under way, and the
-        memory that they would take has other stages."""
+        """Columns of K and V tiles. Rows of 4-bit codes are not padded to 128 bytes.
+
+        Padding would keep unread bytes in flight and take memory from further stages.
+        """
         if self.dequantizes_in_registers and self.kv_type is KvType.NVFP4:
             return self.kv_dims
         return super().columns
@@ -270,10 +274,10 @@ class DecodeConfig(KernelConfig):
 
 
 def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig] = DecodeConfig) -> DecodeConfig:
-    """Choose the decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``.
+    """Choose the decode kernel for ``problem`` on ``arch``, with a config of type ``kind``.
 
     Raises:
-        NotImplementedError: there is none; the message says what is supported.
+        NotImplementedError: there is no kernel; the message lists what is supported.
     """
     head_dim = problem.query.shape[2]
     if head_dim not in kind.head_dims or problem.v_dim != head_dim:
@@ -304,7 +308,7 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
 
 
 def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:
-    """Refuse what a decode or MLA decode ``kernel`` would not look at, and all masks but ``masks``."""
+    """Refuse features that a decode or MLA decode ``kernel`` would ignore, and all masks except ``masks``."""
     p, lse = problem, problem.lse
     if p.mask.kind not in masks:
         raise NotImplementedError(
@@ -329,8 +333,7 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
 
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
-    """Say how many rows a tile of the kernel has for ``rows`` packed rows of a request; ``dtype`` is that of the
-    queries."""
+    """Return the rows of the kernel's tile for ``rows`` packed rows of a request, with queries of ``dtype``."""
     few = tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
     if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
         few = *few, MOST_ROWS_IN_REGISTERS

@@ -1,4 +1,4 @@
-"""Which MLA decode kernel serves a problem, like ``config/prefill.py`` for prefill."""
+"""Selection of the MLA decode kernel for a problem, like ``config/prefill.py`` for prefill."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.jit import settings
 from hopwell.kernels.problem import AttentionProblem, Family, MaskKind
 
-# Two warpgroups share the value's columns. Q and two tiles of keys fill shared memory; a step takes both. In
-# batch-invariant kernels warps of the producers combine partials, and the registers that attend can spare are loads
-# that they have under way. With lists, and with keys of 8 bits, it can spare fewer.
+# Two warpgroups share the value's columns. Q and two tiles of keys fill shared memory; a step takes both tiles. In
+# batch-invariant kernels producer warps combine partials: registers that attend can spare become loads in flight.
+# Kernels with top-k indices or 8-bit keys can spare fewer.
 _TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=88, consumer_registers=208, splits_v=True)
 _TOPK_TILE = replace(_TILE, producer_registers=72, consumer_registers=216)
-# Tiles of products of 8 bits, by columns of the value, whose stages are half as large.
+# Tiles of fp8 MMA, by columns of the value. Their stages are half as large.
 _EIGHT_BIT_TILES = {256: replace(_TILE, kv_stages=4), 512: replace(_TOPK_TILE, kv_stages=4)}
-# Tiles of few rows, by columns of the value: one warpgroup attends, and there are as many stages as fit.
+# Swap-AB tiles for few rows, by columns of the value: one warpgroup attends, and the stages fill shared memory.
 _TREE_TILE = Tile(
     LATENT_SWAP_AB_ROWS,
     LEAF_TILE,
@@ -66,20 +66,21 @@ _FP8_TREE_TILES = {
     512: replace(_TREE_TILE, kv_stages=4),
 }
 
-# Elements of keys in memory by what tensors hold: rows of FP8_DS_MLA are bytes.
+# Element types of keys in memory, by the dtype of the tensor: rows of FP8_DS_MLA are bytes.
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.uint8: KvType.FP8_DS_MLA}
-# What elements times scales are rounded to, and their rotary columns are, is bfloat16.
+# FP8_DS_MLA takes bfloat16 queries only: its rotary columns are bfloat16, and elements times scales are rounded to
+# bfloat16.
 QUERIES = dict.fromkeys(KvType, DTYPES) | {KvType.FP8_DS_MLA: {torch.bfloat16: "bf16"}}
 
 
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
-    """An MLA decode kernel. The first ``head_dim_v`` columns of a key are its value.
+    """Config of an MLA decode kernel. The first ``head_dim_v`` columns of a key are its value.
 
     Attributes:
-        batch_invariant: whether requests are cut by their own lengths alone, where other kernels of as many rows cut
-            the keys of all requests into equal CTA parts. Kernels of few rows have trees that are batch invariant.
-            :func:`_has_cta_parts` says which of both a problem has.
+        batch_invariant: whether each request is split by its own length only. Otherwise kernels with this tile height
+            cut the keys of all requests into equal CTA parts. Kernels of few rows have trees, which are batch
+            invariant. :func:`_has_cta_parts` chooses for a problem.
     """
 
     batch_invariant: bool = False
@@ -87,7 +88,7 @@ class MlaConfig(DecodeConfig):
     family: ClassVar[Family] = Family.MLA
     most_rows: ClassVar[int] = ROWS  # of a tile
     has_fp8_mma: ClassVar[bool] = (
-        True  # whether products of e4m3 queries are of 8 bits; else these are dequantized before
+        True  # whether products of e4m3 queries are fp8 MMA; otherwise the queries are dequantized before the launch
     )
 
     @property
@@ -104,18 +105,17 @@ class MlaConfig(DecodeConfig):
 
     @property
     def dequantizes_in_place(self) -> bool:
-        """Tell whether a warpgroup does nothing but dequantize: never, as warps of the producers dequantize rows that
-        they copy."""
+        """Whether a warpgroup only dequantizes: never, because producer warps dequantize the rows that they copy."""
         return False
 
     @property
     def dequantizes_in_registers(self) -> bool:
-        """Tell whether warps that multiply dequantize what they read: never, as above."""
+        """Whether the consumer warps dequantize: never, because producer warps dequantize the rows that they copy."""
         return False
 
     @property
     def splitting_bytes(self) -> int:
-        """Keys of 8 bits are split as if they were dequantized in memory, so that results have the same bits."""
+        """Bytes by which keys are split: 8-bit keys are split like 16-bit keys, so that results have the same bits."""
         return HALFWORD_BYTES
 
     @property
@@ -131,9 +131,13 @@ class MlaConfig(DecodeConfig):
 
     @property
     def is_cooperative(self) -> bool:
-        """CTAs that have CTA parts wait for each other's partials: were some kept from running by CTAs of another
-        launch that wait as well, neither would end. It is faster, too: 32 x 8192 tokens 571 instead of 538 TFLOP/s, 64
-        x 1024 515 instead of 498, 8 x 1024 138 instead of 143 (H200, 2026-11-25)."""
+        """Whether the launch is cooperative: kernels with CTA parts are, because their CTAs wait for each other's
+        partials.
+
+        Without it, CTAs of two launches could each wait for CTAs that the other launch keeps from running, a deadlock.
+        Cooperative launches are mostly faster, too: 32 x 8192 tokens 571 instead of 538 TFLOP/s, 64 x 1024 515 instead
+        of 498, 8 x 1024 138 instead of 143 (H200, 2026-11-25).
+        """
         return self.has_cta_parts
 
     @property
@@ -142,7 +146,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def has_combine_role(self) -> bool:
-        """A warpgroup combines beside the one that attends, whose nodes are large."""
+        """Whether a separate warpgroup combines: with a tree, because the nodes of the tree are large."""
         return self.has_tree
 
     @property
@@ -165,20 +169,23 @@ class MlaConfig(DecodeConfig):
 
     @property
     def combine_loads(self) -> tuple[tuple[int, int], ...]:
-        """Say how many partials, and subtiles of each, a producer warp that combines has under way."""
+        """Pairs (partials, subtiles of each partial) that a combining producer warp has in flight."""
         return ((4, 2), (8, 1)) if self.tile.producer_registers == _TILE.producer_registers else ((4, 1),)
 
     @property
     def kv_dims(self) -> tuple[int, int]:
-        """Return the widths of the left half of the value's columns and of all columns to the right of them, as they
-        are multiplied, in halfwords."""
+        """Widths in halfwords, as multiplied, of the left half of the value's columns and of all columns to its
+        right."""
         left = self.head_dim_v // 2
         return left * self.q_bytes // HALFWORD_BYTES, (self.head_dim_qk - left) * self.q_bytes // HALFWORD_BYTES
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Where the rest of a key ends with the value, another column block makes room for P of tile A. P of few
-        rows has memory of its own."""
+        """Columns of the two halves of a key tile.
+
+        If the right half of a key ends with the value, one more column block makes room for P of tile A. P of few rows
+        has separate memory.
+        """
         left, right = self.kv_dims
         if self.uses_fp8_mma:
             return left, rounded_up(right, BLOCK_COLUMNS)
@@ -190,7 +197,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def sparse(self) -> bool:
-        """Tell whether each query token has a list of the tokens that it attends to."""
+        """Whether each query token has top-k indices (sparse MLA)."""
         return self.kv_fetch is KvFetch.TOPK_ROWS
 
     @property
@@ -201,11 +208,12 @@ class MlaConfig(DecodeConfig):
 
 
 def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = MlaConfig) -> MlaConfig:
-    """Choose the MLA decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``. ``max_q_len`` and
-    the heads say whether rows are few.
+    """Choose the MLA decode kernel for ``problem`` on ``arch``, with a config of type ``kind``.
+
+    ``max_q_len`` and the number of heads decide whether the kernel is one for few rows.
 
     Raises:
-        NotImplementedError: there is none; the message says what is supported.
+        NotImplementedError: there is no kernel; the message lists what is supported.
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
     known = support.MLA_HEAD_DIMS if problem.token_table is None else support.SPARSE_MLA_HEAD_DIMS
@@ -215,7 +223,7 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
             f"head dims (QK/V) {dims[0]}/{dims[1]} have no MLA kernel on {arch}; supported: {listed}"
         )
     in_bytes = kind.has_fp8_mma and problem.query.dtype in E4M3_DTYPES
-    # What there is no output for is a product of 8 bits, whose results are of bfloat16.
+    # The output of fp8 MMA is bfloat16 unless the caller gives an output.
     out_dtype = torch.bfloat16 if in_bytes else problem.query.dtype
     out_dtype = out_dtype if problem.out is None else problem.out.dtype
     kv_type = KvType.WIDE if in_bytes else KV_TYPES.get(problem.key.dtype, KvType.WIDE)
@@ -235,9 +243,12 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
 
 
 def _has_cta_parts(problem: AttentionProblem) -> bool:
-    """Tell whether the keys of all requests are cut into equal CTA parts: where results may depend on the batch, the
-    keys can be counted, and row tiles have rows of most requests. A CTA part is for a row tile, and the first one has
-    rows of all: of uneven numbers of new tokens, CTAs of the last one would have little to do."""
+    """Whether the keys of all requests are cut into equal CTA parts.
+
+    CTA parts need three things: results may depend on the batch, the keys can be counted, and each row tile has rows of
+    most requests. A CTA part belongs to one row tile. The first row tile has rows of all requests; with uneven numbers
+    of new tokens, CTAs of the last row tile would have little to do.
+    """
     if settings.BATCH_INVARIANT.is_on or most_keys(problem) > MOST_CTA_PART_KEYS:
         return False
     if problem.token_table is not None or problem.query.shape[1] * problem.max_q_len <= ROWS:
@@ -246,7 +257,7 @@ def _has_cta_parts(problem: AttentionProblem) -> bool:
 
 
 def most_keys(problem: AttentionProblem) -> int:
-    """Return the most keys that all requests can have together, each as often as it is listed where there are lists."""
+    """Return the most keys that all requests can have together; with top-k indices, each key counts once per index."""
     if problem.token_table is not None:
         return problem.token_table.numel()
     assert problem.page_table is not None
@@ -254,18 +265,18 @@ def most_keys(problem: AttentionProblem) -> int:
 
 
 def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:
-    """Yield the MLA kernels that are compiled ahead: batch invariant ones where that is asked for."""
+    """Yield the MLA kernels that are compiled ahead: only batch-invariant ones if the setting asks for them."""
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.TOPK_ROWS, 0)])
     for rows, (dims, fetch) in itertools.product(sorted({kind.most_rows, LATENT_SWAP_AB_ROWS}, reverse=True), kinds):
         kv_types = [KvType.WIDE]
-        if not fetch[1]:  # lanes copy rows of 8 bits
+        if not fetch[1]:  # 8-bit rows are copied by lanes, not in TMA boxes
             kv_types += [
                 t for t in KV_TYPES.values() if t is not KvType.FP8_DS_MLA or dims == support.FP8_DS_MLA_HEAD_DIMS
             ]
         operands = [("bf16", kv_type) for kv_type in kv_types] + [("e4m3", KvType.WIDE)] * kind.has_fp8_mma
         for dtype, kv_type in operands:
             config = kind(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
-            # Without the setting, new tokens in uneven numbers that have no lists take batch-invariant kernels as well.
+            # Uneven numbers of new tokens without top-k indices take batch-invariant kernels even without the setting.
             ways = {True} if settings.BATCH_INVARIANT.is_on else {False, not config.sparse}
             yield from (replace(config, batch_invariant=way) for way in (sorted(ways) if rows == ROWS else [False]))

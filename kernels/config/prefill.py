@@ -1,4 +1,4 @@
-"""Which prefill kernel serves a problem, and the tiles of those of Hopper."""
+"""Selection of the prefill kernel for a problem, and the tiles of Hopper's prefill kernels."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ from hopwell.kernels.support import RARE_HEAD_DIMS
 
 MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill)
 
-# Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
-# what that adds up to: 168 * 384 for two consumer warpgroups, 128 * 512 for three. Ask for more and the kernel hangs.
-# 40 for producers, or 32 beside three warpgroups, is what they need without spills.
+# Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch. setmaxnreg can only redistribute
+# the total: 168 * 384 for two consumer warpgroups, 128 * 512 for three. A kernel that asks for more hangs. Producers
+# need 40 registers, or 32 with three warpgroups, to avoid spills.
 #
-# Three consumer warpgroups: with so few columns of O, more rows pay for K and V. 128 keys: 488 TFLOP/s at 2 x 8192
-# tokens, 478 with 96, 403 with two warpgroups and four stages (H200, 2026-11-21).
+# Three consumer warpgroups: O has few columns, so there are registers for more rows per load of K and V. 128 keys: 488
+# TFLOP/s at 2 x 8192 tokens, 478 with 96, 403 with two warpgroups and four stages (H200, 2026-11-21).
 _SMALL_DIMS = Tile(m=192, n=128, q_stages=2, kv_stages=2, producer_registers=32, consumer_registers=160)
 # Two Q stages let the next tile's Q load early: 450 instead of 410 TFLOP/s at 16 x 1024 tokens (H200, 2026-11-21). A
-# third K/V stage in their place brought nothing at 8192 and 16384 tokens, nor did steps of 96 to 176 keys.
+# third K/V stage in place of the second Q stage gained nothing at 8192 and 16384 tokens. Steps of 96 to 176 keys gained
+# nothing either.
 _MIDDLE_DIMS = Tile(m=128, n=128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232)
 _LARGE_DIMS = Tile(m=128, n=96, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232)
 TILES = {
@@ -61,63 +62,64 @@ TILES = {
     # Shared memory is full with one Q stage; 80 keys and two Q stages give 460 instead of 490 TFLOP/s.
     (192, 128): Tile(m=128, n=128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     (256, 256): Tile(m=128, n=64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
-    # 64 x 512 of O are more registers than a warpgroup has. Both of a pair compute the same S: half as much work again,
-    # but nothing to exchange.
+    # 64 x 512 of O need more registers than a warpgroup has. Both warpgroups of a pair compute the same S: half as much
+    # work again, but no exchange.
     (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
 
-# Head dims that fill as many column blocks differ by nothing but what TMA fills with zeros and the depth of products.
+# Head dims with equal numbers of column blocks differ only in the zeros that TMA fills in and in the depth of products.
 OTHER_TILES = {(d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in RARE_HEAD_DIMS}
 
 
-# Windows of up to so many keys have steps of 64 where head dims have 128: with a window of 128 the 64 rows of a
-# warpgroup then see 3 steps of 64 keys, not 2 of 128. 8 x 512 queries of 8192 keys take 21, 16, 12, 9, 4 and 1 % less
-# time with windows of 128, 256, 384, 512, 768 and 1024 at head dim 64, and 8, 5, 4, 0, -1 and -2 % less at 128; without
-# a window head dim 64 takes 14 % more (H200, 2026-11-24).
+# Windows of up to SHORT_WINDOW keys have steps of 64 keys at head dims whose steps are 128 otherwise. With a window of
+# 128 the 64 rows of a warpgroup then see 3 steps of 64 keys instead of 2 of 128. For 8 x 512 queries of 8192 keys with
+# windows of 128, 256, 384, 512, 768 and 1024, time falls by 21, 16, 12, 9, 4 and 1 % at head dim 64, and by 8, 5, 4, 0,
+# -1 and -2 % at 128. Without a window head dim 64 takes 14 % more (H200, 2026-11-24).
 SHORT_WINDOW, SHORT_STEP = 512, 64
-# Where K and V are converted there is one more warpgroup, for which the others leave registers, and there are stages of
-# what was loaded beside those of what is multiplied. Dequantized and beyond head dim 128, shared memory has one of
-# either.
+# A kernel that converts K and V has one more warpgroup, for which the others leave registers. It has stages for loaded
+# tiles and stages for multiplied tiles. If it dequantizes beyond head dim 128, shared memory has room for one stage of
+# each kind.
 _CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_registers=208, converting_registers=64)
-# K and V have a warpgroup each where e4m3 becomes bfloat16, which takes more than twice the instructions that float16
-# takes. Five warpgroups have 480 registers to share out: NVFP4 would spill with 32, consumers with fewer than 192, and
-# with 192 those of skip-softmax, and of capped scores with slopes. Few queries and short windows, which do not wait for
-# conversions, would take 1 to 3 % more time (H100, 2026-11-25).
+# e4m3 to bfloat16 takes more than twice the instructions of e4m3 to float16, so K and V then have one warpgroup each.
+# Five warpgroups share 480 registers. NVFP4 would spill with 32; consumers would spill with fewer than 192. With 192,
+# consumers of skip-softmax and of capped scores with slopes would spill. Few queries and short windows do not wait for
+# conversions; with two converting warpgroups they would take 1 to 3 % more time (H100, 2026-11-25).
 _CONVERTED_BY_TWO: dict[str, Any] = dict(consumer_registers=192, converting_registers=32, converting_warpgroups=2)
-# Where V is transposed, loaders and the converting warpgroup do with fewer registers, and 8 more for the consumers gave
-# 1 to 2 %. Steps at head dim 128 where products of n slices are added to O: 160 keys give 778 and 700 TFLOP/s at 1 x
-# 16384 and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24). Where products accumulate O
-# there are registers for 192 keys, which are 1.01 to 1.02 of 160 at either (H100, 2026-11-25).
+# Kernels that transpose V need fewer registers for loaders and the converting warpgroup; 8 more for the consumers
+# gained 1 to 2 %. PART_STEP is for kernels that add products of n slices to O. At head dim 128, 160 keys give 778 and
+# 700 TFLOP/s at 1 x 16384 and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24). BYTE_STEP
+# is for kernels whose products accumulate O (promotion), which leaves registers for 192 keys: 1.01 to 1.02 times as
+# fast as 160 at both sizes (H100, 2026-11-25).
 _TRANSPOSING: dict[str, Any] = dict(producer_registers=32, consumer_registers=216, converting_registers=48)
 BYTE_STEP = 192
 PART_STEP = 160
 DEQUANTIZED_PAIRS_TO = 128
-DEQUANTIZED_APART_TO = 192  # beyond, K and V are dequantized in the place that they are loaded to
-PAIRED_MARGIN = 40  # registers beside S, O and two P
-# The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
-# share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230 instead of 299. Where
-# tiles are full anyway, packing costs: 8 x 512 queries of 16384 keys take 12 % more time, 64 x 256 9 %, 64 x 128 18 %
-# (H200, 2026-11-24).
+DEQUANTIZED_APART_TO = 192  # K and V of larger head dims are dequantized in place
+PAIRED_MARGIN = 40  # registers needed besides S, O and two P
+# Packed GQA: heads are packed if a request's queries fill at most this share of a packed tile's rows. The query heads
+# of a KV head then share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230
+# instead of 299. Packing costs time if tiles are full anyway: 8 x 512 queries of 16384 keys take 12 % more time, 64 x
+# 256 9 %, 64 x 128 18 % (H200, 2026-11-24).
 PACKED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class PrefillConfig(KernelConfig):
-    """A prefill kernel, which is one for Hopper where no subclass says otherwise."""
+    """Config of a prefill kernel; a Hopper kernel, except in subclasses of other architectures."""
 
     score: ScoreKind = ScoreKind.SCALED
     skip_softmax: bool = False
     short_steps: bool = False
-    packs_heads: bool = False  # query heads of a KV head share query tiles
+    packs_heads: bool = False  # packed GQA: query heads of a KV head share query tiles
     kv_type: KvType = KvType.WIDE
-    dequantizes_q: bool = False  # queries are e4m3, and become float16 in the place that they are loaded to
+    dequantizes_q: bool = False  # queries are e4m3 and are dequantized to float16 in place
 
     family: ClassVar[Family] = Family.PREFILL
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind)
-    takes_narrow: ClassVar[bool] = True  # operands of 8 and 4 bits
-    can_dequantize_q: ClassVar[bool] = True  # so that e4m3 queries go with NVFP4 keys and values
+    takes_narrow: ClassVar[bool] = True  # 8-bit and 4-bit operands
+    can_dequantize_q: ClassVar[bool] = True  # NVFP4 K and V take e4m3 queries
 
     @classmethod
     def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
@@ -136,16 +138,18 @@ class PrefillConfig(KernelConfig):
         uses_fp8_mma: bool = False,
         dtype: str = "bf16",
     ) -> Tile:
-        """Return the tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step,
-        so a cache of 8 bits gives the bits that its values give in 16. ``dtype`` is what such a cache is dequantized
-        to."""
+        """Return the tile of head dims (QK, V).
+
+        Packed heads and the type of K and V do not change the keys of a step. An 8-bit cache thus gives the bits of a
+        16-bit cache with the same values. ``dtype`` is the type that such a cache is dequantized to.
+        """
         tile = cls.all_tiles()[dims]
         if tile is _SMALL_DIMS and (score.caps or skip_softmax):
-            tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
+            tile = replace(tile, n=96)  # three warpgroups would spill with 128 keys
         if short_steps:
             tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
         if packs_heads and tile.m > _MIDDLE_DIMS.m:
-            # Queries are few, and a row's head and token are more to keep than three warpgroups have registers for.
+            # Packed tiles keep a head and a token per row, for which three warpgroups lack registers. Queries are few.
             registers = _MIDDLE_DIMS.producer_registers, _MIDDLE_DIMS.consumer_registers
             tile = replace(tile, m=_MIDDLE_DIMS.m, producer_registers=registers[0], consumer_registers=registers[1])
         if uses_fp8_mma:
@@ -157,13 +161,15 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def promotes(cls, dims: tuple[int, int], skip_softmax: bool, short_steps: bool) -> bool:
-        """Tell whether products of 8-bit operands accumulate O themselves, see ``sm90/byte_promote.py``: where its sum
-        in float32 has room beside the stages."""
+        """Return whether fp8 MMA accumulates O over several steps, see ``sm90/prefill/fp8_promotion.py``.
+
+        Promotion adds O to a float32 sum from time to time. The sum needs shared memory besides the stages.
+        """
         return dims == (128, 128) and not skip_softmax and not short_steps
 
     @classmethod
     def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, promotes: bool) -> Tile:
-        """Return the tile where queries, keys and values have 8 bits and would have ``tile`` in 16."""
+        """Return the tile for 8-bit queries, keys and values, given the ``tile`` of the same head dims in 16 bits."""
         step = min(tile.n, _MIDDLE_DIMS.n)
         if dims == (128, 128) and not short_steps:
             step = BYTE_STEP if promotes else PART_STEP
@@ -171,8 +177,10 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def dequantized_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType, by_two: bool) -> Tile:
-        """Return the tile where keys and values are dequantized and would have ``tile`` in the type of the queries.
-        Where there are stages for it, K and V are to have a warpgroup each if they are to be converted ``by_two``."""
+        """Return the tile for dequantized K and V, given the ``tile`` of K and V in the queries' type.
+
+        With ``by_two``, K and V have one converting warpgroup each if shared memory has the stages for it.
+        """
         if max(dims) > DEQUANTIZED_APART_TO:
             return replace(tile, m=_MIDDLE_DIMS.m, **_CONVERTING)
         has_pairs = max(dims) <= DEQUANTIZED_PAIRS_TO
@@ -186,24 +194,24 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def has_short_steps(cls, dims: tuple[int, int], mask: MaskKinds) -> bool:
-        """Tell whether there are kernels with short steps besides those without."""
+        """Return whether kernels with short steps exist besides the kernels without."""
         return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
-        """Return what a kernel for the problem has beyond what was asked for, for speed alone."""
-        if problem.skip_softmax > 0:  # which leaves out tiles of keys, each for 64 queries
+        """Return the features of a kernel for the problem that only affect speed."""
+        if problem.skip_softmax > 0:  # it skips tiles of keys, each for 64 queries
             return {}
         short_steps = cls.has_short_steps(dims, problem.mask.kind) and problem.mask.window_left < SHORT_WINDOW
         tile = cls.tile_of(dims, problem.score.kind, short_steps=short_steps, packs_heads=True)
         few_queries = problem.mean_q_len <= PACKED_SHARE * tile.m
-        has_slopes = problem.score.kind.has_slopes  # one for all rows of a tile
+        has_slopes = problem.score.kind.has_slopes  # all rows of a tile share one slope
         packs_heads = few_queries and not has_slopes and packed_shape(problem, tile.m).heads > 1
         return dict(short_steps=short_steps, packs_heads=packs_heads)
 
     @classmethod
     def all_choices(cls, dims: tuple[int, int], mask: MaskKinds) -> list[dict[str, Any]]:
-        """Return every combination of choices that a kernel for plain scores can have."""
+        """Return every combination of these choices for kernels of plain scores."""
         steps = (False, True) if cls.has_short_steps(dims, mask) else (False,)
         return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]
 
@@ -215,11 +223,14 @@ class PrefillConfig(KernelConfig):
 
     @property
     def pairs_steps(self) -> bool:
-        """Tell whether unmasked steps have a P each, two by two: where registers hold S, O and two P, and there is a
-        mask. Without one they gained nothing over one P (1 x 8192 tokens, H100, 2026-11-25)."""
+        """Whether unmasked steps are processed in pairs, each with its own P.
+
+        Pairs need registers for S, O and two P. Kernels without a mask do not use them: two P gained nothing over one P
+        (1 x 8192 tokens, H100, 2026-11-25).
+        """
         tile = self.tile
         held = tile.n // 2 + tile.n // 2 + self.depth[1] // 2
-        # Beyond 128, columns that are no whole blocks take registers besides: kernels of 160 and 248 spilled.
+        # Above 128, head dims that are not whole column blocks take more registers: kernels of 160 and 248 spilled.
         dims = self.head_dim_qk, self.head_dim_v
         whole = max(dims) <= 128 or all(dim % BLOCK_COLUMNS == 0 for dim in dims)
         fits = whole and held + PAIRED_MARGIN <= tile.consumer_registers
@@ -232,7 +243,7 @@ class PrefillConfig(KernelConfig):
 
     @property
     def reads_kv_once(self) -> bool:
-        """Tell whether some requests' keys are read once, see ``WorkTile.kv_policy``."""
+        """Whether the keys of some requests are read only once, see ``WorkTile.kv_policy``."""
         return self.packs_heads
 
     @property
@@ -255,13 +266,12 @@ class PrefillConfig(KernelConfig):
 
     @property
     def transposed_columns(self) -> int:
-        """Say how many elements a row of a tile of V has when it has been transposed: its keys, in whole rows of the
-        swizzle."""
+        """Elements of a row of a transposed V tile: its keys, rounded up to whole rows of the swizzle."""
         return rounded_up(self.tile.n, HALFWORD_BYTES * BLOCK_COLUMNS)
 
     @property
     def converted_bytes(self) -> dict[str, int]:
-        """Return the bytes of a tile of K and of V as they are multiplied, where they are converted."""
+        """Bytes of a tile of K and of V as multiplied, if they are converted."""
         if self.transposes_v:
             return {"V": self.depth[1] * self.transposed_columns}
         if self.dequantizes_in_place:
@@ -283,8 +293,8 @@ class PrefillConfig(KernelConfig):
 
 
 def packed_shape(problem: AttentionProblem, tile_m: int) -> TileShape:
-    """Choose the shape of tiles of ``tile_m`` rows where query heads of a KV head share them: what takes a request of
-    mean length in the fewest tiles."""
+    """Choose the packed-GQA shape of tiles of ``tile_m`` rows that needs the fewest tiles for a request of mean
+    length."""
     group = problem.query.shape[1] // problem.key.shape[1]
     divisors = [heads for heads in range(1, group + 1) if group % heads == 0 and heads * MIN_BOX_ROWS <= tile_m]
     shapes = [TileShape.of(heads, tile_m) for heads in reversed(divisors)]
@@ -292,10 +302,10 @@ def packed_shape(problem: AttentionProblem, tile_m: int) -> TileShape:
 
 
 def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConfig]) -> PrefillConfig:
-    """Choose the prefill kernel for ``problem`` on ``arch``, whose configs are of ``kind``.
+    """Choose the prefill kernel for ``problem`` on ``arch``, with a config of type ``kind``.
 
     Raises:
-        NotImplementedError: there is none; the message says what is supported.
+        NotImplementedError: there is no kernel; the message lists what is supported.
     """
     dims = (problem.query.shape[2], problem.v_dim)
     if dims not in kind.all_tiles():
@@ -332,17 +342,17 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
 
 
 def _output_dtypes(problem: AttentionProblem) -> Mapping[torch.dtype, str]:
-    """Return the types of the output: narrow ones are for queries of e4m3, which an NVFP4 cache has dequantized."""
+    """Return the output dtypes. Narrow outputs need e4m3 queries, which kernels over NVFP4 caches see dequantized."""
     if problem.query.dtype in DTYPES and problem.kv_scales is None:
         return DTYPES
     return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
 
 
 def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str, kind: type[PrefillConfig]) -> KvType:
-    """Return the type of K and V: WIDE where they are not converted.
+    """Return the type of K and V; WIDE if they are not converted.
 
     Raises:
-        NotImplementedError: operands have 8 or 4 bits, and there is no kernel for these head dims that takes them.
+        NotImplementedError: operands have 8 or 4 bits, and no kernel of these head dims takes them.
     """
     fp8 = torch.float8_e4m3fn
     types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
@@ -367,8 +377,10 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str,
 
 
 def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:
-    """Yield the kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others
-    are compiled when they are first called for."""
+    """Yield the kernels that are compiled ahead: plain scores, with inputs and outputs of one dtype.
+
+    Other kernels are compiled at the first call that needs them.
+    """
     for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
         for choices in kind.all_choices(dims, mask):
             for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:

@@ -1,4 +1,4 @@
-"""Compile many kernels ahead of time and report progress as lines of text."""
+"""Ahead-of-time compilation of many kernels, with progress reported as lines of text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from hopwell.kernels.jit import toolchain
 from hopwell.kernels.registry import Buildable
 
-# Means of 14 kernels of prefill and decode on two cores that other work shared (2026-11-26).
+# Means of 14 prefill and decode kernels on two cores with other load (2026-11-26).
 SECONDS_A_KERNEL = 5.0
 BYTES_A_KERNEL = 850_000
 
@@ -19,8 +19,8 @@ Say = Callable[[str], None]
 def compile_and_report(configs: Sequence[Buildable], jobs: int | None, say: Say) -> None:
     """Compile the kernels that are not in the cache, in ``jobs`` processes (default: one for each CPU).
 
-    ``say`` gets a line with the number of kernels, an estimate of time and size, then a line for each kernel with the
-    time that is left at the rate so far, and a line at the end.
+    ``say`` gets a line with the number of kernels and an estimate of time and size. A line for each kernel follows,
+    with the time left at the rate so far, and a last line at the end.
     """
     folder = toolchain.cache_dir()
     missing = {c.name for c in configs if not toolchain.Artifact(folder / c.name).is_sound()}
@@ -40,12 +40,12 @@ def compile_and_report(configs: Sequence[Buildable], jobs: int | None, say: Say)
 
 
 def duration(seconds: float) -> str:
-    """Return ``seconds`` in whole seconds, in minutes or in hours, as 90 s, 12 min or 3.5 h."""
+    """Return ``seconds`` in whole seconds, minutes or hours, as 90 s, 12 min or 3.5 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def size(octets: float) -> str:
-    """Return a number of bytes in megabytes, or in gigabytes."""
+    """Return a number of bytes in megabytes or gigabytes."""
     return f"{octets / 1e6:.1f} MB" if octets < 1e9 else f"{octets / 1e9:.1f} GB"

@@ -1,4 +1,4 @@
-"""The contents of the cache: how much each version of the sources and the toolchain has compiled, and their removal."""
+"""Contents of the cache: the compiled kernels of each version of the sources and the toolchain, and their removal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMULATOR_FILES = ("*.so", "*.so.sha256", "*.so.lock", f"{cache_folder.UNFINISHED
 
 @dataclass(frozen=True)
 class Version:
-    """The kernels of one version of the sources and the toolchain. A stale one is not this process's version."""
+    """The kernels of one version of the sources and the toolchain. A stale version is not this process's version."""
 
     path: pathlib.Path
     kernels: int
@@ -28,7 +28,7 @@ class Version:
 
 
 def versions() -> list[Version]:
-    """Return what each version has in the cache. Other folders there are not hopwell's, and are left out."""
+    """Return the cached kernels of each version. Other folders in the cache are not hopwell's and are skipped."""
     root = cache_folder.root()
     folders = sorted(root.iterdir()) if root.is_dir() else []
     return [
@@ -39,7 +39,7 @@ def versions() -> list[Version]:
 
 
 def emulator_files() -> list[pathlib.Path]:
-    """Return what the emulator keeps in the cache: its libraries, and kernels of scripts that it ran."""
+    """Return the emulator's files in the cache: its libraries, and the kernels of scripts that it ran."""
     folder = cache_folder.root() / "emulator"
     return [path for pattern in EMULATOR_FILES for path in folder.glob(pattern)]
 
@@ -49,13 +49,13 @@ def octets(path: pathlib.Path) -> int:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if not file.is_dir()]
     total = 0
     for file in files:
-        with contextlib.suppress(OSError):  # another process has removed it
+        with contextlib.suppress(OSError):  # another process has removed the file
             total += os.stat(file, follow_symlinks=False).st_size
     return total
 
 
 def clear(only_stale: bool) -> int:
-    """Remove the kernels of stale versions, or everything that hopwell keeps there; return the bytes that it had."""
+    """Remove the kernels of stale versions, or everything of hopwell in the cache; return the removed bytes."""
     removed = [version.path for version in versions() if version.is_stale or not only_stale]
     removed += [] if only_stale else emulator_files()
     total = sum(map(octets, removed))

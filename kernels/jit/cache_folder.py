@@ -1,7 +1,7 @@
-"""The folder of compiled code: where it is, who may have written what is loaded from it, and what to do if it fails.
+"""The folder of compiled code: its place, the check of its owners and permissions, and messages for failed writes.
 
-What lies there is loaded into the process, so folders are made for their user alone, and nothing is loaded that
-somebody else owns or can write, unless root owns it. HOPWELL_CACHE_TRUST=all switches the second off.
+Its files are loaded into the process. Folders are therefore created for their user only, and a file is not loaded if
+another user owns it or can write it, except root. HOPWELL_CACHE_TRUST=all switches this check off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hopwell.kernels.jit import settings
 PRIVATE = 0o700
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 ROOT = 0
-LITTLE = 1 << 20  # bytes; compilers report a full disk in words of their own, or not at all
+LITTLE = 1 << 20  # bytes; compilers report a full disk in their own words, or not at all
 UNFINISHED = ".unfinished-"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
@@ -34,7 +34,7 @@ def root() -> pathlib.Path:
 
 
 def make(folder: pathlib.Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone whatever the umask is.
+    """Create a folder and its missing parents for this user only, independent of the umask.
 
     A file in the place of a folder inside the cache is damage and is removed.
     """
@@ -42,18 +42,21 @@ def make(folder: pathlib.Path) -> None:
         return
     if root() in folder.parents:
         with contextlib.suppress(OSError):
-            folder.unlink()  # leaves a folder alone that another process has made meanwhile
+            folder.unlink()  # fails on a folder that another process has created meanwhile, and leaves it alone
     make(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=PRIVATE)
-        folder.chmod(PRIVATE)  # the umask can take the owner's own rights away
+        folder.chmod(PRIVATE)  # the umask can remove the owner's own permissions
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "it is not a folder", str(folder))
 
 
 def check(path: pathlib.Path) -> None:
-    """Raise PermissionError if others could have written what lies at ``path``: the path itself, what is directly in
-    it, and the folders above it as far as the root of the cache. What is missing or out of reach is not."""
+    """Raise PermissionError if other users could have written files at ``path``.
+
+    The check covers the path, its direct contents, and its parents up to the root of the cache. Missing and
+    inaccessible files pass.
+    """
     if settings.choice("HOPWELL_CACHE_TRUST", ("owner", "all"), "owner") == "all":
         return
     top = root()
@@ -62,7 +65,7 @@ def check(path: pathlib.Path) -> None:
     for one in (*above, path, *inside):
         try:
             found = one.stat()
-        except OSError:  # it will fail to load as well
+        except OSError:  # loading it will fail as well
             continue
         if found.st_uid not in (os.geteuid(), ROOT):
             wrong, mend = f"belongs to user {found.st_uid}", f"remove '{top}'"
@@ -78,7 +81,7 @@ def check(path: pathlib.Path) -> None:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Remove a file, a link or a folder with everything in it, whatever its permissions are."""
+    """Remove a file, a link or a folder with all its contents, independent of their permissions."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -90,21 +93,21 @@ def remove(path: pathlib.Path) -> None:
 
 
 def replace(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Rename ``source`` to ``target``, whatever is there. A file replaces a file in one step."""
+    """Rename ``source`` to ``target``, replacing whatever is there. A file replaces a file in one step."""
     if source.is_dir() or target.is_dir():
         remove(target)
     os.replace(source, target)
 
 
 def protect(folder: pathlib.Path) -> None:
-    """Take the right to write the files of a new folder from everybody else, as some umasks grant it."""
+    """Remove other users' write permission, which some umasks grant, from the files of a new folder."""
     for path in folder.iterdir():
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~WRITABLE_BY_OTHERS)
 
 
 @contextlib.contextmanager
 def writing(folder: pathlib.Path) -> Iterator[None]:
-    """Say of a failure to write to ``folder`` where it happened and what to do."""
+    """Add the place and advice to the error of a failed write to ``folder``."""
     try:
         yield
     except Exception as error:
@@ -131,9 +134,9 @@ def _is_full(folder: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def unfinished(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Give a folder to make ``target`` in, beside it, so that it can be renamed into place; for the holder of its lock.
+    """Yield a folder to build ``target`` in. It lies next to ``target``, so that it can be renamed into place.
 
-    Leftovers of processes that were killed are removed: nobody holds the lock of what they were making.
+    The caller holds the lock of ``target``. Leftovers of killed processes are removed: nobody holds their locks.
     """
     for leftover in target.parent.glob(f"{UNFINISHED}*"):
         name = leftover.name.removeprefix(UNFINISHED)
@@ -151,10 +154,10 @@ def unfinished(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def lock(target: pathlib.Path, timeout: float = -1) -> filelock.FileLock:
-    """Return the lock that is held by the process that makes ``target``."""
+    """Return the lock that the process building ``target`` holds."""
     file = target.with_name(f"{target.name}.lock")
     with contextlib.suppress(OSError):
-        if file.is_dir():  # nobody can hold it
+        if file.is_dir():  # no process can hold it
             remove(file)
         elif file.exists() and not os.access(file, os.R_OK | os.W_OK):
             file.chmod(0o600)

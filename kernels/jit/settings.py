@@ -1,4 +1,4 @@
-"""Settings from the environment, checked where they are first used."""
+"""Settings from the environment, checked at their first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def choice(name: str, allowed: Sequence[str], default: str) -> str:
-    """Return the value of variable ``name``, one of ``allowed``; ``default`` where it is unset or empty."""
+    """Return the value of variable ``name``, one of ``allowed``; ``default`` if it is unset or empty."""
     value = os.environ.get(name)
     if not value:
         return default
@@ -17,7 +17,7 @@ def choice(name: str, allowed: Sequence[str], default: str) -> str:
 
 
 def choices(name: str, allowed: Sequence[str]) -> set[str]:
-    """Return the values of variable ``name``, a comma-separated list out of ``allowed``, or ``none``."""
+    """Return the values of variable ``name``, a comma-separated list of ``allowed`` values, or ``none``."""
     values = {value.strip() for value in os.environ.get(name, "").split(",")} - {"", "none"}
     if values - set(allowed):
         wrong = ", ".join(sorted(values - set(allowed)))
@@ -26,7 +26,7 @@ def choices(name: str, allowed: Sequence[str]) -> set[str]:
 
 
 def count(name: str, default: int = 0) -> int:
-    """Return the value of variable ``name``, an integer of at least 0 in 64 bits."""
+    """Return the value of variable ``name``, an integer of at least 0 that fits in 64 bits."""
     value = os.environ.get(name) or str(default)
     if not (value.isascii() and value.isdecimal()) or int(value) >= 2**64:
         raise ValueError(f"{name} must be an integer of at least 0 and below 2^64, or unset; got {value!r}")
@@ -34,25 +34,25 @@ def count(name: str, default: int = 0) -> int:
 
 
 class Switch:
-    """A setting that is on or off: as variable ``name`` says, until :meth:`set` says otherwise."""
+    """A setting that is on or off: variable ``name`` gives its value until :meth:`set` overrides it."""
 
     def __init__(self, name: str):
         self._name = name
-        self.given: bool | None = None  # None: as the variable says
+        self.given: bool | None = None  # None: the variable gives the value
 
     def set(self, enable: bool) -> None:
-        """Turn it on or off, whatever the variable says."""
+        """Turn the setting on or off, overriding the variable."""
         self.given = enable
 
     @property
     def is_on(self) -> bool:
-        """Tell whether it is on."""
+        """Whether the setting is on."""
         if self.given is not None:
             return self.given
         return choice(self._name, ("0", "1"), "0") == "1"
 
 
-# Whether results may not depend on what else is in a batch: MLA's last bits do, unless this is on.
+# Whether results must be independent of the rest of the batch. MLA's last bits depend on it unless this is on.
 BATCH_INVARIANT = Switch("HOPWELL_BATCH_INVARIANT")
-# Whether launches look at device data first.
+# Whether each launch first checks its device data.
 CHECK = Switch("HOPWELL_CHECK")

@@ -1,11 +1,11 @@
-"""Compile, keep and load kernels: the only module that knows how the DSL turns a kernel into a callable.
+"""Compile, store and load kernels: the only module that knows how the DSL turns a kernel into a callable.
 
-A kernel is compiled once for each (config, source code, toolchain versions): its host function and cubin become one
-object file in a cache directory, next to its PTX and cubin for inspection. Loading that file takes about a millisecond,
-and some tens the first one in a process.
+A kernel is compiled once for each (config, source code, toolchain versions). Its host function and cubin become one
+object file in a cache directory, next to its PTX and cubin for inspection. Loading the file takes about 1 ms, and a few
+tens of milliseconds for the first file of a process.
 
 Environment:
-    HOPWELL_CACHE_DIR   where compiled kernels are kept; default: the user's cache directory (see cache_folder)
+    HOPWELL_CACHE_DIR   folder of compiled kernels; default: the user's cache directory (see cache_folder)
     HOPWELL_CACHE_TRUST whose compiled kernels are loaded: ``owner`` (the user's own and root's, the default) or ``all``
     HOPWELL_JIT=forbid  raise instead of compiling, for deployments that compile ahead (``python -m hopwell compile``)
 """
@@ -67,19 +67,19 @@ class Artifact:
         return json.loads((self.path / META).read_text())
 
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each file: the GPU runs the object file, the emulator the PTX."""
+        """Return the SHA-256 of each file: GPUs run the object file, the emulator runs the PTX."""
         return {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in (OBJECT, PTX, CUBIN)}
 
     def is_sound(self) -> bool:
-        """Tell whether all files are the ones that were written."""
+        """Return whether all files are unchanged since they were written."""
         try:
             return self.meta["sha256"] == self.digests()
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # whatever the description may hold
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # a damaged meta file can raise any of them
             return False
 
 
 def cache_dir() -> pathlib.Path:
-    """Return the directory of the compiled kernels of this version of the sources and the toolchain."""
+    """Return the directory of compiled kernels for this version of the sources and the toolchain."""
     return cache_folder.root() / fingerprint.IMPORTED[:16]
 
 
@@ -88,7 +88,7 @@ _lock = threading.RLock()  # the DSL compiles one kernel at a time
 
 
 def function(config: Buildable) -> Callable[..., None]:
-    """Return the launch function of ``config``: from memory, from disk, or compiled now.
+    """Return the launch function of ``config`` from memory or from disk; compile it if it is missing.
 
     Raises:
         RuntimeError: the kernel is not compiled yet and HOPWELL_JIT=forbid.
@@ -102,9 +102,9 @@ def function(config: Buildable) -> Callable[..., None]:
 
 
 def compile_ahead(configs: Iterable[Buildable], jobs: int | None = None) -> Iterator[Artifact]:
-    """Compile what is not on disk yet, in ``jobs`` processes (default: one for each CPU); no GPU needed.
+    """Compile the kernels that are not on disk, in ``jobs`` processes (default: one for each CPU); no GPU needed.
 
-    Yields each kernel as soon as it is there.
+    Yields each kernel as soon as it is compiled.
     """
     spawn = multiprocessing.get_context("spawn")  # forked children of a process that has used CUDA cannot use it
     with concurrent.futures.ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=spawn) as pool:
@@ -113,9 +113,9 @@ def compile_ahead(configs: Iterable[Buildable], jobs: int | None = None) -> Iter
 
 
 def artifact(config: Buildable) -> Artifact:
-    """Return the compiled kernel on disk, compiled now if it is missing or damaged.
+    """Return the compiled kernel on disk; compile it if it is missing or damaged.
 
-    Processes that need the same kernel at once wait for the first of them.
+    If several processes need the same kernel at once, the first compiles it and the others wait.
     """
     found = Artifact(cache_dir() / config.name)
     forbidden = settings.choice("HOPWELL_JIT", ("allow", "forbid"), "allow") == "forbid"
@@ -158,7 +158,7 @@ def _compile(config: Buildable, target: Artifact) -> None:
     fingerprint.check()
     logger.info("compiling %s, which takes seconds; later calls and processes find it in the cache", config.name)
     start = time.perf_counter()
-    # The finished directory is renamed into place: others see all of it or nothing.
+    # The finished directory is renamed into place, so that other processes see all of it or nothing.
     with cache_folder.unfinished(target.path) as work:
         dump = work / "dump"
         cache_folder.make(dump)
@@ -168,7 +168,7 @@ def _compile(config: Buildable, target: Artifact) -> None:
             f"--dump-dir {shlex.quote(str(dump))}"
         )
         with warnings.catch_warnings():
-            # Loops over registers have to be unrolled, however many registers there are.
+            # The warning is about long unrolled loops, but loops over registers must be unrolled whatever their length.
             warnings.filterwarnings("ignore", message=".*static loop has")
             compiled = cute.compile(kernel, *arguments, options=options)
         fresh = Artifact(work / "kernel")
@@ -181,31 +181,31 @@ def _compile(config: Buildable, target: Artifact) -> None:
         meta = {"name": config.name, "sha256": fresh.digests(), "seconds": round(seconds, 2)}
         (fresh.path / META).write_text(json.dumps(meta, indent=1))
         cache_folder.protect(fresh.path)
-        fingerprint.check()  # again, as the sources were read while the kernel was traced
+        fingerprint.check()  # again, because tracing the kernel read the sources
         cache_folder.replace(fresh.path, target.path)
     logger.info("compiled %s in %.1f s", config.name, seconds)
 
 
 def _load(built: Artifact, name: str) -> Callable[..., None]:
-    """Load the function of a compiled kernel: by orcjit where it is installed, else by the DSL.
+    """Load the function of a compiled kernel, with orcjit if it is installed, else with the DSL.
 
-    The DSL takes ten times as long, because it has to be imported first. It stays necessary beside releases of
-    apache-tvm-ffi that are older than those which orcjit works with.
+    The DSL takes ten times as long, because it has to be imported first. It is needed for releases of apache-tvm-ffi
+    that are too old for orcjit.
     """
     _load_runtime()
     if not _has_orcjit():
         from cutlass.cute.runtime import load_module
 
         module = load_module(str(built.object_file), enable_tvm_ffi=True)
-        # The module is never freed, or its destructors would call CUDA while the process ends.
+        # The module is never freed: its destructors would call CUDA while the process ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
         return getattr(module, name)
     import tvm_ffi_orcjit
 
     module = tvm_ffi_orcjit.default_session().load_module(
         built.object_file,
-        cxx=os.devnull,  # or it would run a compiler, to ask for a C++ runtime that the object does not need
-        keep_module_alive=True,  # or its destructors would call CUDA while the process ends
+        cxx=os.devnull,  # a compiler would only be asked for a C++ runtime that the object does not need
+        keep_module_alive=True,  # its destructors would call CUDA while the process ends
     )
     return module.get_function(name)
 
@@ -217,16 +217,16 @@ def _has_orcjit() -> bool:
 
 @functools.cache
 def _load_runtime() -> None:
-    """Load what host functions call. They find it among the symbols of the process."""
+    """Load the library that host functions call. They find it among the symbols of the process."""
     import nvidia_cutlass_dsl
 
     ctypes.CDLL(str(runtime_library(nvidia_cutlass_dsl.__path__, _driver_cuda())), mode=ctypes.RTLD_GLOBAL)
 
 
 def runtime_library(folders: Iterable[str], driver_cuda: int | None) -> pathlib.Path:
-    """Find the DSL's runtime, built for the newest CUDA that the driver can run, as the DSL itself chooses it.
+    """Return the DSL's runtime for the newest CUDA version that the driver can run, as the DSL itself chooses it.
 
-    Without a driver nothing is launched, and any will do.
+    Without a driver nothing is launched, and any runtime will do.
     """
     found = [path for folder in folders for path in pathlib.Path(folder).glob(f"cu[0-9]*/lib/{RUNTIME}")]
     builds = {int(path.parts[-3].removeprefix("cu")): path for path in found}
@@ -240,9 +240,9 @@ def runtime_library(folders: Iterable[str], driver_cuda: int | None) -> pathlib.
 
 
 def _driver_cuda() -> int | None:
-    """Return the major version of CUDA that the driver can run, if there is a driver.
+    """Return the major CUDA version that the driver can run, or None without a driver.
 
-    Asked by hand: to import cuda.bindings takes longer than all of a kernel's loading.
+    The query uses ctypes: importing cuda.bindings takes longer than loading a kernel.
     """
     version = ctypes.c_int()
     try:

@@ -1,9 +1,9 @@
-"""What a compiled kernel is called with: device addresses that change from call to call, and the geometry that stays
-the same for a given set of shapes and strides.
+"""Arguments of a compiled kernel: device addresses, which change from call to call, and the geometry, which is fixed
+for a given set of shapes and strides.
 
-Both are flat tuples of integers because that is what crosses the host boundary fastest (0.02 us an integer against
-0.15 us a tensor and 2 us for slicing a view, measured with torch 2.13 and tvm-ffi 0.1.15). A plan builds ``Geometry``
-once and keeps it as one ready-made FFI array.
+Both are flat tuples of integers, the fastest form across the host boundary: 0.02 us for an integer against 0.15 us for
+a tensor and 2 us for slicing a view (torch 2.13, tvm-ffi 0.1.15). A plan builds ``Geometry`` once and keeps it as one
+ready-made FFI array.
 """
 
 from collections import namedtuple
@@ -14,16 +14,18 @@ import torch
 
 
 class Addresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent. The lowest bit of indices' and of sinks' addresses says how wide
-    elements are, see :func:`address_of`."""
+    """Device addresses in bytes; 0 means absent.
+
+    The lowest bit of an address of indices or sinks gives the width of the elements, see :func:`address_of`.
+    """
 
     query: int
     key: int
     value: int
     out: int
-    q_offsets: int = 0  # where each request starts in query; with q_lens absent B + 1 entries
-    o_offsets: int = 0  # 0: as q_offsets
-    k_offsets: int = 0  # of a DCP rank: the keys of each request on all ranks, as there is no contiguous K
+    q_offsets: int = 0  # the start of each request in query; B + 1 entries if q_lens is absent
+    o_offsets: int = 0  # 0: equal to q_offsets
+    k_offsets: int = 0  # for a DCP rank: the keys of each request on all ranks, because there is no contiguous K
     v_offsets: int = 0
     q_lens: int = 0
     kv_lens: int = 0  # 0: differences of k_offsets
@@ -35,44 +37,49 @@ class Addresses(NamedTuple):
     lse: int = 0
     lse_offsets: int = 0
     statistics: int = 0  # two float32 for each output row and head
-    skipped: int = 0  # one int32 that counts skipped pairs of 64 rows, or a tile of fewer, and a KV tile
+    skipped: int = 0  # one int32 that counts skipped pairs of (64 query rows or a smaller tile, KV tile)
     output_factor: int = 0  # a second scale of the output; 0: passed by value
     draft_mask: int = 0  # uint32 words of each query token
     scratch: int = 0  # memory for partial results
-    tickets: int = 0  # zero int32 that the kernel leaves zero: work handed out, CTAs done, decode's counters
+    tickets: int = 0  # int32 that are zero before and after a launch: work handed out, CTAs done, decode's counters
 
 
 def named_tuple(name: str, *fields: str) -> Any:
-    """Return a named tuple whose fields are known when it runs."""
+    """Return a named tuple type whose fields are only known at run time."""
     return namedtuple(name, fields)
 
 
-# The tensors that a kernel gets, in the order of their addresses.
+# Tensors of a kernel, in the order of their addresses.
 Operands = named_tuple("Operands", *Addresses._fields[:-1])
 
-# What kernels with scales of blocks are called with: one address or one size more makes kernels of sm_100a spill, which
-# have no such scales. OPERANDS names all that lie in tensors, in order.
+# Arguments of kernels with block scales. Other kernels do not get them: one more address or size makes kernels of
+# sm_100a spill, which have no block scales. OPERANDS names all tensors, in order.
 SCALES = ("key_scales", "value_scales", "out_scales")  # of K, of V and of the output
 OPERANDS = (*Operands._fields, *SCALES)
 ScaledOperands = named_tuple("ScaledOperands", *OPERANDS)
 ScaledAddresses = named_tuple("ScaledAddresses", *OPERANDS, "tickets")
 
-DIVISOR_BITS = 8  # of a page divisor, for the shift
+DIVISOR_BITS = 8  # bits of a page divisor that hold the shift
 
 
 def page_divisor(size: int) -> int:
-    """Return what kernels divide positions by a page size with: log2 of a power of two; of any other size a multiplier,
-    2^shift / size rounded up, above the ``DIVISOR_BITS`` bits of the shift."""
+    """Return the integer with which kernels divide positions by a page size.
+
+    It is log2 of a power of two. For other sizes it holds a multiplier, 2^shift / size rounded up, above the
+    ``DIVISOR_BITS`` bits of the shift.
+    """
     length = (size - 1).bit_length()
     if size & (size - 1) == 0:
         return length
-    shift = 31 + length  # so that the multiplier has 32 bits and the product of both less than 64
+    shift = 31 + length  # the multiplier then has 32 bits, and its product with a position fewer than 64
     return -(-(1 << shift) // size) << DIVISOR_BITS | shift
 
 
 def address_of(name: str, view: torch.Tensor | None) -> int:
-    """Return the address of operand ``name``. It is odd for int64 indices and for bfloat16 sinks: no array's address is
-    odd, so kernels learn the width of elements without another argument."""
+    """Return the address of operand ``name``, odd for int64 indices and for bfloat16 sinks.
+
+    No array has an odd address, so kernels learn the width of the elements without another argument.
+    """
     if view is None:
         return 0
     is_other = view.dtype == (torch.bfloat16 if name == "sinks" else torch.int64)
@@ -91,8 +98,8 @@ class DecodeGeometry(NamedTuple):
     kv_heads: int
     batch: int
     group: int  # query heads of a KV head
-    q_len: int  # new tokens of a request, of the longest where they differ
-    row_tiles: int  # of rows that have the same keys
+    q_len: int  # new tokens of a request; the largest number if requests differ
+    row_tiles: int  # tiles of the rows that have the same keys
     grid: int
     q_token: int
     q_head: int
@@ -113,17 +120,17 @@ class DecodeGeometry(NamedTuple):
     value_table_row: int
     mask_size: int  # of an ``IntervalMask``
     draft_words: int  # of a token in the draft mask
-    topk: int  # tokens in the list of a query token; 0 where there are no lists
+    topk: int  # top-k indices of a query token; 0 without top-k indices
     lse_row: int
     lse_head: int
     lse_natural: int  # 1: base e, 0: base 2
     slots: int  # for partial results
     slot_rows: int
-    cta_parts: int  # of MLA: that the keys of all requests are cut into for a row tile
-    gmem_levels: int  # of decode with few rows: those of a CTA's tree in global memory
-    dcp_world: int  # ranks that share the keys
-    dcp_rank: int  # this one
-    capacity: int  # keys of a request that the table has room for
+    cta_parts: int  # MLA: CTA parts of a row tile, into which the keys of all requests are cut
+    gmem_levels: int  # swap-AB decode: levels of a CTA's tree in global memory
+    dcp_world: int  # number of ranks that share the keys
+    dcp_rank: int  # number of this rank
+    capacity: int  # most keys of a request that the page table has room for
 
 
 class Geometry(NamedTuple):
@@ -133,7 +140,7 @@ class Geometry(NamedTuple):
     heads: int
     kv_heads: int
     batch: int
-    head_swizzle: int  # counts ``tile_heads`` heads: those of a request whose tiles come before others'
+    head_swizzle: int  # in units of ``tile_heads`` heads: heads of a request whose tiles precede the other heads' tiles
     grid: int
     q_token: int
     q_head: int
@@ -141,9 +148,9 @@ class Geometry(NamedTuple):
     o_head: int
     k_pages: int
     v_pages: int
-    k_rows: int  # tokens in a page; for contiguous K all of them
+    k_rows: int  # tokens in a page; for contiguous K all tokens
     v_rows: int
-    page_divisor: int  # paged: of the page size
+    page_divisor: int  # of the page size, if paged
     k_page: int
     k_head: int
     k_row: int
@@ -157,21 +164,21 @@ class Geometry(NamedTuple):
     k_token_elements: int
     v_token_elements: int
     lse_token_elements: int
-    lse_request: int  # rows between requests in a padded LSE; -1: rows are output tokens; 0: offsets place them
-    lse_rows: int  # of a request in a padded LSE, else of the whole tensor; none past them is written
+    lse_request: int  # rows between requests in a padded LSE; -1: rows are output tokens; 0: offsets give the rows
+    lse_rows: int  # of a request in a padded LSE, else of the whole tensor; rows past them are not written
     lse_row: int
     lse_head: int
     lse_natural: int  # 1: base e, 0: base 2
     mask_size: int  # of an ``IntervalMask``
     tile_heads: int  # heads that share a query tile
-    capacity: int  # keys of a request that the table, or contiguous K, has room for
+    capacity: int  # most keys of a request that the page table or contiguous K has room for
 
 
 SCALE_STRIDES = ("k_scale_page", "k_scale_head", "k_scale_row", "v_scale_page", "v_scale_head", "v_scale_row")
 
-# These are sizes, strides in elements, and the grid of decode with scales of blocks.
+# Sizes, strides in elements, and the grid of decode with block scales.
 ScaledDecodeGeometry = named_tuple("ScaledDecodeGeometry", *DecodeGeometry._fields, *SCALE_STRIDES)
-# These are sizes, strides in elements, and the grid of prefill with scales of blocks.
+# Sizes, strides in elements, and the grid of prefill with block scales.
 ScaledGeometry = named_tuple(
     "ScaledGeometry",
     *Geometry._fields,

@@ -1,7 +1,7 @@
-"""What kernels read from the device besides operands: lengths, tables, offsets, lists and scales, looked at on demand.
+"""Checks of device data besides Q, K and V: lengths, tables, offsets, top-k indices and scales, on demand.
 
-A launch does not look at them, because that would wait for the device. Here all of it is compared there, and the host
-waits once for the answers.
+A launch does not check them, because the host would wait for the device. Here all comparisons run on the device, and
+the host waits once for the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 @dataclass(frozen=True)
 class Fault:
-    """An element that is not what it must be. ``operand`` is its name in launch.Addresses."""
+    """An element with an invalid value. ``operand`` is its name in launch.Addresses."""
 
     operand: str
     index: tuple[int, ...]
@@ -27,16 +27,16 @@ class Fault:
     rule: str
 
     def message(self, name: str) -> str:
-        """Describe the fault to those who know the operand as ``name``."""
+        """Return a message for callers who know the operand as ``name``."""
         place = f"[{', '.join(map(str, self.index))}]" if self.index else ""
         return f"{name}{place} must be {self.rule}, got {self.value}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Where elements of an operand are wrong. ``text`` says what the one at an index must be.
+    """Invalid elements of an operand. ``text`` returns the requirement for the element at an index.
 
-    ``is_defined``: what comes of it is defined and stays within the operands: kernels clamp it.
+    ``is_defined``: kernels clamp the value, so its effect is defined and stays within the operands.
     """
 
     operand: str
@@ -48,7 +48,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Extent:
-    """Which tokens requests have in a tensor: [B] starts and lengths, and the names of the operands that say so."""
+    """Tokens of requests in a tensor: [B] starts and lengths, and the names of the operands that give them."""
 
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -57,9 +57,9 @@ class Extent:
 
 
 def first_fault(rules: Iterable[Rule], *, defined: bool = True) -> Fault | None:
-    """Return the first element that breaks one of ``rules``; ``defined`` says whether those that kernels clamp count.
+    """Return the first element that breaks one of ``rules``, or None. ``defined``: include rules that kernels clamp.
 
-    The host waits for the device once, and where there is a fault a second time.
+    The host waits for the device once, and a second time if there is a fault.
     """
     counted = [rule for rule in rules if rule.wrong.numel() and (defined or not rule.is_defined)]
     if not counted:
@@ -73,7 +73,7 @@ def first_fault(rules: Iterable[Rule], *, defined: bool = True) -> Fault | None:
 
 
 def rules_of(problem: AttentionProblem) -> Iterator[Rule]:
-    """Yield the rules for what a launch of ``problem`` reads besides queries, keys and values."""
+    """Yield the rules for the device data that a launch of ``problem`` reads besides queries, keys and values."""
     p = problem
     yield from _scales(p)
     queries = _extent(p.q_offsets, p.q_lens, "q_offsets", "q_lens", p)
@@ -123,13 +123,13 @@ def _extent(
         starts = _tokens(offsets)[: p.batch]
     if lengths is not None:
         return Extent(starts, signed(lengths), start_operand, length_operand)
-    if offsets is None:  # every request of decode has as many
+    if offsets is None:  # all requests of decode have equally many new tokens
         return Extent(torch.arange(p.batch, device=p.query.device) * p.max_q_len, starts + p.max_q_len, "", "")
     return Extent(starts, _tokens(offsets)[1 : p.batch + 1] - starts, start_operand, "")
 
 
 def signed(indices: torch.Tensor) -> torch.Tensor:
-    """Return indices as int64. Kernels read uint32 as int32, and so does this."""
+    """Return indices as int64. uint32 is read as int32, as in kernels."""
     return indices.view(torch.int32).long() if indices.dtype == torch.uint32 else indices.long()
 
 
@@ -162,7 +162,7 @@ def _always(text: str) -> Callable[[tuple[int, ...]], str]:
 
 
 def _lengths(extent: Extent) -> Iterator[Rule]:
-    """Lengths are not negative; where they are differences, offsets do not fall."""
+    """Yield the rules of lengths: not negative, or ascending offsets if lengths are differences."""
     if extent.length_operand:
         text = "0 or more"
         yield Rule(extent.length_operand, extent.lengths, extent.lengths < 0, lambda index: text, is_defined=True)
@@ -178,14 +178,14 @@ def _at_most(extent: Extent, most: int, what: str, *, is_defined: bool = False) 
     if extent.length_operand:
         yield Rule(operand, values, wrong, lambda index: f"at most {most}, {what}", is_defined)
     else:
-        # The end of request b is offset b + 1.
+        # The length of request b is checked at offset b + 1, its end.
         ends = torch.cat([extent.starts[:1], extent.starts + extent.lengths])
         wrong = torch.cat([torch.zeros_like(wrong[:1]), wrong])
         yield Rule(operand, ends, wrong, lambda index: f"at most {most}, {what}, more than the one before", is_defined)
 
 
 def ascending(operand: str, starts: torch.Tensor) -> Rule:
-    """Return the rule for starts of requests that lie one behind the other."""
+    """Return the rule for starts of consecutive requests: they do not decrease."""
     falls = torch.cat([torch.zeros_like(starts[:1], dtype=torch.bool), starts[1:] < starts[:-1]])
     return Rule(operand, starts, falls, _always("at least the one before it"), is_defined=True)
 
@@ -200,7 +200,7 @@ def _whole_tokens(offsets: TokenOffsets | None, operand: str, batch: int) -> Ite
 def _offsets(
     offsets: TokenOffsets | None, operand: str, extent: Extent, rows: int, *, is_clipped: bool = False
 ) -> Iterator[Rule]:
-    """Requests lie within ``rows`` tokens; ``is_clipped``: kernels leave out what is past their end."""
+    """Yield the rules that requests lie within ``rows`` tokens. ``is_clipped``: kernels skip tokens past the end."""
     if offsets is None:
         return
     yield from _whole_tokens(offsets, operand, len(extent.lengths))
@@ -217,13 +217,13 @@ def _offsets(
 
 
 def _first_visible(p: AttentionProblem, queries: Extent, keys: Extent) -> torch.Tensor:
-    """Return the first key of each request that any of its rows sees: the pages before it are not read."""
+    """Return the first key of each request that any of its rows sees. Pages before it are not read."""
     position, bound = keys.lengths - queries.lengths, p.mask.kind.rule.first
     return torch.zeros_like(position) if bound is None else bound(position, p.mask.size)
 
 
 def _used(p: AttentionProblem, count: int, step: int, queries: Extent, keys: Extent) -> torch.Tensor:
-    """Tell which partials of ``step`` keys of a request any of its rows sees, as [B, count]."""
+    """Return which blocks of ``step`` keys of each request any of its rows sees, as [B, count]."""
     partials = torch.arange(count, device=keys.lengths.device)
     first = _first_visible(p, queries, keys) // step
     last = torch.where(queries.lengths > 0, (keys.lengths + step - 1) // step, 0)
@@ -246,7 +246,7 @@ def _pages(p: AttentionProblem, operand: str, table: torch.Tensor, pages: int, q
 
 
 def _dcp_rank(dcp_rank: DcpRank, queries: Extent, keys: Extent) -> Iterator[Rule]:
-    """A rank has each ``count``-th key of all, from its own on."""
+    """Yield the rules of a DCP rank, which holds every ``count``-th key of a request, from key ``index`` on."""
     everywhere = signed(dcp_rank.kv_lens)
     yield Rule("k_offsets", everywhere, everywhere < 0, _always("0 or more"), is_defined=True)
     yield Rule("k_offsets", everywhere, everywhere > INT32_MAX, _always(f"at most {INT32_MAX}"), is_defined=True)
@@ -263,16 +263,16 @@ def _dcp_rank(dcp_rank: DcpRank, queries: Extent, keys: Extent) -> Iterator[Rule
 
 
 def read_rows(ids: torch.Tensor, used: torch.Tensor, rows: int) -> torch.Tensor:
-    """Tell which rows of a cache any of ``ids`` that are ``used`` names, as [rows]."""
+    """Return which rows of a cache the ``used`` elements of ``ids`` name, as [rows]."""
     inside = used & (ids >= 0) & (ids < rows)
-    # The last one stands for all that name none, so that the host need not wait for how many do.
+    # The extra last row collects invalid ids, so that the host need not wait for their number.
     read = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
     read[torch.where(inside, ids, rows).flatten()] = True
     return read[:rows]
 
 
 def _read_tokens(p: AttentionProblem, table: torch.Tensor, pages: int, queries: Extent, keys: Extent) -> torch.Tensor:
-    """Tell which tokens of the cache any row sees, as [pages, page_size]."""
+    """Return which tokens of the cache any row sees, as [pages, page_size]."""
     page_size = p.key.shape[2]
     inside = torch.arange(page_size, device=table.device)
     ids = (table[: p.batch].long()[..., None] * page_size + inside).flatten(1)
@@ -283,11 +283,11 @@ def _read_tokens(p: AttentionProblem, table: torch.Tensor, pages: int, queries: 
 def _block_scales(
     p: AttentionProblem, scales: BlockScales, table: PageTable, queries: Extent, keys: Extent
 ) -> Iterator[Rule]:
-    """Scales of tokens that are read are numbers."""
+    """Yield the rules that block scales of read tokens are not NaN."""
     for operand, values, ids in (("key_scales", scales.key, table.key), ("value_scales", scales.value, table.value)):
         read = _read_tokens(p, ids, values.shape[0], queries, keys)
         if operand == "value_scales" and p.family is Family.PREFILL:
-            # They are interleaved by four tokens, of which some may not be read.
+            # Scales are interleaved by four tokens, and some of the four may not be read.
             interleaved = read.unflatten(1, (-1, INTERLEAVED_TOKENS))
             read = interleaved.all(-1, keepdim=True).expand_as(interleaved).flatten(1)
         numbers = values.view(torch.float8_e4m3fn).float()
@@ -300,7 +300,7 @@ def _read_text(index: tuple[int, ...]) -> str:
 
 
 def _scales_in_rows(p: AttentionProblem, queries: Extent, keys: Extent) -> Rule:
-    """Scales that lie in rows of the cache behind what they scale are finite."""
+    """Return the rule that scales inside rows of the cache, behind the elements that they scale, are finite."""
     pages, _, page_size, _ = p.key.shape
     if p.token_table is not None:
         read = read_rows(*_topk_table(p, p.token_table, queries, keys), pages * page_size).view(pages, page_size)
@@ -316,7 +316,7 @@ def _scales_in_rows(p: AttentionProblem, queries: Extent, keys: Extent) -> Rule:
 
 
 def _topk_page_table(p: AttentionProblem, queries: Extent, keys: Extent) -> Iterator[Rule]:
-    """Entries that a token sees are tokens of the cache, or negative in the 32 bits that kernels read."""
+    """Yield the rule of top-k indices that a token sees: a token of the cache, or negative as int32."""
     tokens = p.key.shape[0] * p.key.shape[2]
     assert p.token_table is not None
     ids, used = _topk_table(p, p.token_table, queries, keys)
@@ -327,12 +327,12 @@ def _topk_page_table(p: AttentionProblem, queries: Extent, keys: Extent) -> Iter
 def _topk_table(
     p: AttentionProblem, topk_lists: torch.Tensor, queries: Extent, keys: Extent
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the entries of lists as int64, and which of them a token sees."""
+    """Return the top-k indices as int64, and which of them their query token sees."""
     ids = signed(topk_lists)
     seen = torch.zeros(topk_lists.shape[0], dtype=torch.int64, device=topk_lists.device)
     rows = torch.arange(topk_lists.shape[0], device=topk_lists.device)
     if p.batch:
-        # The last request that starts at or before a row has it.
+        # A row belongs to the last request that starts at or before it.
         request = (torch.searchsorted(queries.starts.contiguous(), rows, right=True) - 1).clamp(0, p.batch - 1)
         token = rows - queries.starts[request]
         inside = (token >= 0) & (token < queries.lengths[request])

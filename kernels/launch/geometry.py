@@ -1,4 +1,4 @@
-"""The run-time sizes and strides of a problem, as the kernels of each family get them."""
+"""Run-time sizes and strides of a problem, in the form that each family's kernels take."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from hopwell.kernels.launch.arguments import (
 )
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, LseLayout, PageTable, TokenOffsets
 
-MAX_INT = 2**31 - 1  # of a size that kernels compare with lengths
-# CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
-# heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
+MAX_INT = 2**31 - 1  # largest size that kernels compare with lengths
+# CTAs that read K and V of one head at the same time. With one CTA per head, every tile comes from memory: 1 x 4096
+# tokens of 128 KV heads, head dims 192/128, took 12 % longer. In that case 2 are equally good, 8 and 16 slower (H200,
+# 2026-11-22).
 SHARING = 4
 INDEX_BYTES = 4
-EMULATED_SMS = 4  # multiprocessors of the emulated device
+EMULATED_SMS = 4  # SMs of the emulated device
 
 
 def topk_page_table(problem: AttentionProblem) -> PageTable | None:
-    """Return lists of tokens in the place of page ids."""
+    """Return the top-k indices in the form of a page table."""
     return None if problem.token_table is None else PageTable(problem.token_table, problem.token_table)
 
 
 def prefill_geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...]:
-    """Return the run-time sizes and strides of a problem."""
+    """Return the run-time sizes and strides of a prefill problem."""
     query, heads, kv_heads = problem.query, problem.query.shape[1], problem.key.shape[1]
     tile_m = config.tile.m
     tile = packed_shape(problem, tile_m) if config.packs_heads else TileShape.of(1, tile_m)
@@ -66,7 +67,7 @@ def prefill_geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[
 
 
 def _scale_strides(problem: AttentionProblem) -> dict[str, int]:
-    """Return the strides of ``launch.SCALE_STRIDES`` by name."""
+    """Return the strides named by ``launch.SCALE_STRIDES``."""
     scales = problem.kv_scales
     if scales is None:
         return dict.fromkeys(SCALE_STRIDES, 0)
@@ -83,20 +84,22 @@ def _scale_strides(problem: AttentionProblem) -> dict[str, int]:
 
 
 def head_swizzle_heads(heads: int, kv_heads: int, ctas: int) -> int:
-    """Say how many query heads a section has on ``ctas`` multiprocessors, see ``parts/partition/tiles.py``. All have
-    the same size: a short one at the end of the list would have long tiles and none to go beside them."""
+    """Return the query heads of a head-swizzle section on ``ctas`` SMs, see ``parts/partition/tiles.py``.
+
+    All sections have the same size: a short last section would have long tiles without other tiles beside them.
+    """
     most = max(ctas // SHARING, 1)
     together = max(count for count in range(1, most + 1) if kv_heads % count == 0)
     return together * (heads // kv_heads)
 
 
 def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[int, ...]:
-    """Return the run-time sizes and strides of a decode problem, whose scratch has ``splitting.scratch_bytes`` or
-    more."""
+    """Return the run-time sizes and strides of a decode problem with at least ``splitting.scratch_bytes`` of
+    scratch."""
     query, lse = problem.query, problem.lse
     group = query.shape[1] // problem.key.shape[1]
     rows = group * most_new_tokens(problem.max_q_len, query.shape[0], group)
-    # Rows of different tokens have different keys where each has a list.
+    # With top-k indices, rows of different tokens have different keys.
     row_tiles = -(-(rows if problem.token_table is None else group) // config.tile.m)
     sms = multiprocessors(query.device)
     grid = sms * config.ctas_per_sm
@@ -130,22 +133,22 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
 
 
 def _capacity(problem: AttentionProblem) -> int:
-    """Return the most keys that a request can have: kernels do not read tables past their ends."""
+    """Return the most keys of a request: kernels do not read tables past their ends."""
     if problem.token_table is not None:
-        return MAX_KEYS  # lists have ends of their own, and keys may be more
+        return MAX_KEYS  # top-k indices have their own limit, and a request may have more keys
     rows = problem.key.shape[2]
     return min(rows if problem.page_table is None else problem.page_table.key.shape[1] * rows, MAX_INT)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Say how many multiprocessors a device has."""
+    """Return the number of SMs of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return EMULATED_SMS
 
 
 def _strides(problem: AttentionProblem) -> dict[str, int]:
-    """Return what the geometries of prefill and decode have in common."""
+    """Return the common fields of the prefill and decode geometries."""
     query, key, value, table = (
         problem.query,
         problem.key,
@@ -178,7 +181,7 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
 
 
 def _row_words(table: torch.Tensor) -> int:
-    """Return the distance between the rows of a table in words of 32 bits, of which an int64 has two."""
+    """Return the distance between the rows of a table in 32-bit words; an int64 has two."""
     return table.stride(0) * table.element_size() // INDEX_BYTES
 
 
@@ -189,7 +192,7 @@ def _lse_geometry(problem: AttentionProblem) -> dict[str, int]:
     row, head = lse.tensor.stride()[-2:]
     return dict(
         lse_token_elements=_token_elements(lse.offsets),
-        # Rows between requests: they lie one behind the other, which a padded tensor's strides guarantee.
+        # Rows between requests: requests are consecutive, which a padded tensor's strides guarantee.
         lse_request={LseLayout.PADDED: lse.tensor.shape[1], LseLayout.RAGGED: -1}.get(lse.layout, 0),
         lse_rows=lse.tensor.shape[-2],
         lse_row=row,
@@ -207,8 +210,10 @@ def _packed(heads: int, dim: int) -> tuple[int, int]:
 
 
 def _row_strides(view: torch.Tensor) -> tuple[int, int]:
-    """Return the token and head stride of a [tokens, heads, dim] view; those of dimensions of size 1 are chosen to fit
-    TMA."""
+    """Return the token and head strides of a [tokens, heads, dim] view.
+
+    A dimension of size 1 gets the packed stride, which fits TMA.
+    """
     tokens, heads, dim = view.shape
     packed = _packed(heads, dim)
     return (

@@ -1,11 +1,15 @@
-"""Scratch for calls whose workspace has no room for it.
+"""Scratch for calls whose workspace is too small.
 
-FlashInfer asks for less memory than the decode kernels here in some shapes, so callers may bring too little. Launches
-that may run at the same time must not share scratch, and a CUDA graph keeps the address that it was captured with: so
-every stream has memory of its own, captured launches have other memory than the eager ones of their stream, and none of
-it is ever freed. An allocation in a capture is served from the memory of the graph and costs no replay anything; as
-long as it is kept, torch gives that memory to nobody else, not even after the graph is gone. Graphs that were captured
-on one stream share it: they must not be replayed at the same time.
+FlashInfer asks for less memory than hopwell's decode kernels need in some shapes, so callers may bring too little. Two
+rules follow from launches and graphs:
+
+* Launches that may run at the same time must not share scratch, so every stream has its own.
+* A CUDA graph keeps the address that it was captured with. Captured launches have other memory than the eager launches
+  of their stream, and no scratch is ever freed.
+
+An allocation during a capture comes from the graph's memory and adds no cost to replays. While the tensor is kept,
+torch gives that memory to no other tensor, even after the graph is gone. Graphs captured on one stream share scratch,
+so they must not be replayed at the same time.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ _log = logging.getLogger("hopwell")
 
 
 class OwnScratch:
-    """The memory of one device."""
+    """The scratch of one device."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -33,8 +37,10 @@ class OwnScratch:
         self._lock = threading.Lock()
 
     def tensor(self, size: int, sized_by: str) -> torch.Tensor:
-        """Return at least ``size`` bytes that a launch on the current stream may use. ``sized_by`` is the function that
-        tells callers the size of a workspace_buffer that is large enough."""
+        """Return at least ``size`` bytes for a launch on the current stream.
+
+        ``sized_by`` names the function that returns a sufficient size of workspace_buffer.
+        """
         self._sized_by[size] = sized_by
         stream = current_stream(self._device.index) if self._device.type == "cuda" else PER_THREAD_STREAM
         key = (stream, stream != LEGACY_STREAM and self._device.type == "cuda" and is_capturing())
@@ -45,11 +51,11 @@ class OwnScratch:
         return found
 
     def address(self, size: int) -> int:
-        """Return the device address of the memory of a size that :meth:`tensor` was asked for before."""
+        """Return the device address of scratch of a size that :meth:`tensor` has returned before."""
         return self.tensor(size, self._sized_by[size]).data_ptr()
 
     def _known_to_thread(self) -> dict[tuple[int, bool], torch.Tensor]:
-        # The per-thread default stream and the emulator's launches have one handle, but each thread its own order.
+        # The per-thread default stream and the emulator's launches have one handle, but an order in each thread.
         if not hasattr(self._of_thread, "known"):
             self._of_thread.known = {}
         return self._of_thread.known
@@ -70,5 +76,5 @@ class OwnScratch:
 
 @functools.cache
 def own_scratch(device: torch.device) -> OwnScratch:
-    """Return the memory of ``device``."""
+    """Return the scratch of ``device``."""
     return OwnScratch(device)

@@ -1,9 +1,9 @@
-"""Counters that persistent kernels take work from.
+"""Counters from which persistent kernels draw tickets for work.
 
-A launch needs some int32 that are zero when it starts, two for prefill; the kernel leaves them zero. Launches that may
-run at the same time must not share a set, and a set must outlive a CUDA graph that has its address, so sets live in
-memory of our own: one for each stream, and a fresh one for each captured launch, since a graph may be replayed on any
-stream.
+A launch needs a set of int32 that are zero when it starts, two for prefill; the kernel leaves them zero. Launches that
+may run at the same time must not share a set, and a set must outlive every CUDA graph that has its address. hopwell
+therefore keeps the sets in its own memory: one for each stream, and a new one for each captured launch, because a graph
+may be replayed on any stream.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from hopwell.kernels.config.splitting import TICKETS
 
-SLAB_SETS = 4096  # sets made at a time, as long as they fit into SLAB_BYTES
+SLAB_SETS = 4096  # sets allocated at a time, if they fit into SLAB_BYTES
 SLAB_BYTES = 4 << 20
 LEGACY_STREAM = 0  # torch's default; CUDA refuses to capture it
-PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a stream of its own in each thread
+PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a separate stream in each thread
 
 
 class Tickets:
-    """The sets of ``ints`` counters of one device."""
+    """Sets of ``ints`` counters on one device."""
 
     def __init__(self, device: torch.device, ints: int):
         self.bytes = 4 * ints
@@ -46,7 +46,7 @@ class Tickets:
         return self._for_stream(stream) if found is None else found
 
     def reserve(self) -> None:
-        """Keep enough sets in store for the captures that may follow. Called once for each plan."""
+        """Keep enough free sets for later captures. Each plan calls this once."""
         if self._has_streams and is_capturing():
             return
         with self._lock:
@@ -62,7 +62,7 @@ class Tickets:
             return self._of_stream[stream]
 
     def _for_thread(self) -> int:
-        # A thread's number is no key: a new thread may have that of a dead one whose launch is still running.
+        # A thread's id is no key: a new thread may reuse the id of a dead thread whose launch is still running.
         found = getattr(self._of_thread, "counters", None)
         if found is None:
             with self._lock:
@@ -78,7 +78,7 @@ class Tickets:
         with self._lock:
             if self._free:
                 return self._free.pop()
-            # No set is left and none can be zeroed now: let the graph zero one before each replay.
+            # There is no free set and none can be zeroed now. The graph zeroes a new set before each replay.
             fresh = torch.zeros(self.bytes // 4, dtype=torch.int32, device=self._device)
             self._captured.append(fresh)
             return fresh.data_ptr()
@@ -86,7 +86,7 @@ class Tickets:
     def _grow(self) -> None:
         slab = torch.zeros(self._at_once * self.bytes // 4, dtype=torch.int32, device=self._device)
         if self._has_streams:
-            # The slab is zeroed on this stream, and used on any.
+            # The slab is zeroed on this stream, and used on any stream.
             torch.cuda.current_stream(self._device).synchronize()
         self._slabs.append(slab)
         self._free.extend(slab.data_ptr() + i * self.bytes for i in range(self._at_once))
@@ -96,7 +96,8 @@ def _stream_of_object(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-# A Stream object takes 1 us to build, of a call that should cost 8; a function in between is left out as well.
+# Building a Stream object takes 1 us of a call that should take 8 us. A wrapper function is avoided for the same
+# reason.
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
