@@ -1,13 +1,13 @@
-"""How decode cuts the keys of a request, and the memory that the partials need. Plain numbers, host and device."""
+"""Sizes of split-KV and stream-K decode, and the memory of partials. Plain numbers for host and device."""
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, power_of_two_in
 from hopwell.kernels.elements import HALFWORD_BYTES
 
-# A chunk takes about 16 us of a CTA: a partial (4 KiB at 8 rows and 128 columns) is little beside its keys and values
-# (512 KiB), and 1024 tokens are one chunk without a partial. Requests of middle length have chunks of half of it,
-# without which there would not be enough of them for all SMs. bf16, 64/8 heads, us with halves and with whole chunks
-# (H200, 2026-11-22): 256 x 1024 tokens 258 and 238, 1 x 1024 14.3 and 15.7; 1 x 4096 15.4 and 19.2, 128 x 2048 253 and
-# 258; 4 x 16384 78 and 72, 32 x 8192 253 and 250.
+# A chunk of split-KV takes a CTA about 16 us. A partial (4 KiB at 8 rows and 128 columns) is small beside the chunk's
+# keys and values (512 KiB), and 1024 tokens are one chunk without a partial. Requests of middle length have half-size
+# chunks; whole chunks would be too few for all SMs. bf16, 64/8 heads, us with half and with whole chunks (H200,
+# 2026-11-22): 256 x 1024 tokens 258 and 238, 1 x 1024 14.3 and 15.7; 1 x 4096 15.4 and 19.2, 128 x 2048 253 and 258;
+# 4 x 16384 78 and 72, 32 x 8192 253 and 250.
 CHUNK_ELEMENTS = 1024 * 128  # of 16 bits of K, for small head dims
 MIN_CHUNK_TOKENS = 1024
 LONG_TOKENS = 8192  # from here on, and up to one chunk, chunks are whole
@@ -21,25 +21,24 @@ ROWS = 64  # packed rows of a tile, at most
 WARP_ROWS = 16  # of which a warp holds
 ALIGNMENT = 16  # bytes
 COMFORTABLE_BYTES = 8 << 20
-# Slots for each CTA besides those of one request: with 2 of them, requests waited for the combine of those before. 32 x
-# 8192 tokens and 32 rows took 498 us; with 8, cache hints and dependent launches together 313 (H200, 2026-11-21).
+# Slots for each CTA besides the slots of one request. With 2, requests waited for earlier requests to be combined:
+# 32 x 8192 tokens and 32 rows took 498 us; with 8, cache hints and dependent launches together 313 (H200, 2026-11-21).
 UNDER_WAY = 8
-# Keys of a chunk of MLA. Twice as many are 7 % faster at 32 x 8192 tokens and 128 heads, and take 70 instead of 43 us
-# for a single request of 4096 (H200, 2026-11-22).
+# Keys of a chunk of MLA. Twice that is 7 % faster at 32 x 8192 tokens and 128 heads, and takes 70 instead of 43 us for
+# a single request of 4096 tokens (H200, 2026-11-22).
 LATENT_CHUNK_TOKENS = 1024
-# Work tiles of a long MLA request at most, those of all of its rows together: there are nearly as many as a GPU has
-# multiprocessors. With more of them, and shorter, 1 x 65536 tokens, 128 heads and two new tokens took 93 to 100 instead
-# of 83 us (H200, 2026-11-22).
+# Work tiles of a long MLA request at most, over all of its rows: nearly one for each multiprocessor. With more and
+# shorter work tiles, 1 x 65536 tokens, 128 heads and two new tokens took 93 to 100 instead of 83 us (H200, 2026-11-22).
 LATENT_WORK_TILES = 128
-# Entries of a list that are a chunk. The usual 2048 are a single one: 64 requests take 91 us, with two chunks 121 to
-# 187 (H200, 2026-11-22).
+# Top-k indices in a chunk. The usual 2048 are one chunk: 64 requests take 91 us, with two chunks 121 to 187 (H200,
+# 2026-11-22).
 TOPK_CHUNK_TOKENS = 2048
 LATENT_UNDER_WAY = 3
-# CTA parts of MLA's keys, see parts/CTA parts.py. Places are counted in fractions of a step, so that equal requests are
-# cut at equal places. A request takes about one step besides its own: Q, and results. Cuts are moved by up to
-# SNAP_STEPS to where a request begins or ends, and CTA parts are larger by up to one part in UNEVEN where that cuts the
-# longest requests evenly. CTAs have up to MOST_CTA_PART_ROUNDS CTA parts where row tiles are many. CTA parts have
-# LEAST_CTA_PART_STEPS at least where there is more than one for each.
+# CTA parts of MLA's keys, see parts/partition/cta_parts.py. Positions are counted in fractions of a step, so that equal
+# requests are cut at equal positions. A request costs about one step besides its keys, for Q and results. A cut moves
+# by up to SNAP_STEPS to the beginning or end of a request. A CTA part grows by up to 1 / UNEVEN if the longest requests
+# are then cut evenly. A CTA has up to MOST_CTA_PART_ROUNDS CTA parts if row tiles are many. A CTA part has at least
+# LEAST_CTA_PART_STEPS if each CTA gets more than one.
 FRACTION_BITS = 5
 FRACTIONS = 1 << FRACTION_BITS
 REQUEST_STEPS = 1
@@ -48,62 +47,62 @@ UNEVEN = 16
 LEAST_CTA_PART_STEPS = 2
 MOST_CTA_PART_KEYS = 1 << 32  # of all requests: fractions of their steps have to fit 32 bits
 MOST_CTA_PART_ROUNDS = 4
-# CTA parts are for launches with this share of the new tokens that all requests could have, or more. With fewer, CTAs
-# of the first row tile have more to do than others, by as much; and with chunks by each request's own length, even
-# numbers of new tokens reach 0.8 of what they reach with CTA parts (M1 and M2, H200, 2026-11-24).
+# A launch uses CTA parts if its new tokens are at least this share of batch times the bound. With fewer, CTAs of the
+# first row tile have more work than others by that share. Chunks by each request's own length reach 0.8 of the rate of
+# CTA parts for equal numbers of new tokens (M1 and M2, H200, 2026-11-24).
 LEAST_TOKENS_SHARE = 0.75
-# Bytes of an element of a partial of MLA: it is a float16, and each half row has a power of two of its own. Its error
-# is an eighth of that of a bfloat16 result, and half as many bytes are stored and combined.
+# Bytes of an element of an MLA partial: a float16, with a power of two of its own for each half row. Its error is an
+# eighth of the error of a bfloat16 result. Half the bytes of float32 are stored and combined.
 LATENT_PARTIAL_BYTES = 2
 SHARES = (
     8  # of MLA, that a partial of ROWS comes with: what is left to combine at the end goes to all warps in small parts
 )
-# A row of a partial has so many float32: (reference, sum) of the partial, then of its fan-in group, or MLA's inverse
-# scales.
+# float32 statistics of a row of a partial: (row max, row sum) of the partial, then of its fan-in group, or MLA's
+# inverse scales.
 STATISTICS = 4
-# What follows is for decode with few rows: keys are cut into leaves, and what has been computed of them is combined as
-# a binary tree, see parts/combine/tree.py.
+# The constants below are for swap-AB decode. Keys are cut into leaves, which are combined as a binary tree, see
+# parts/combine/tree.py.
 SWAP_AB_ROWS = (8, 16, 32)  # of a tile
 MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
 MOST_TILED_COLUMNS = 512  # of head dims where rows are in tiles of few, however many there are
 EIGHT_BIT_SWAP_AB_ROWS = SWAP_AB_ROWS[:1]  # over 8-bit caches: what there are registers for
 LATENT_SWAP_AB_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
-# A leaf has so many tiles. There are more where tiles are small, or where combining leaves of so many rows takes its
-# time: 32 x 8192 tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows
-# of 16 bits it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens. MLA has 8, as its nodes are large beside
-# its keys: with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27
+# KV tiles of a leaf. More tiles pay off if tiles are small, or if combining leaves of many rows takes long: 32 x 8192
+# tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows of 16 bits the
+# gain would be 0.6 %, with half the CTAs for 1 x 1024 tokens. MLA has 8 tiles, because its nodes are large beside its
+# keys: with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27
 # (H200, 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
 LATENT_REGISTER_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that combines
 LEAST_SMEM_LEVELS = 1  # where rows are in tiles of few, however many there are
 MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
-# Bytes of K and V that a launch finds in the L2 cache (50 MB) if it comes right after one that has read the same. More
-# than that is the first to leave the cache. 1 x 8192 tokens, 34 MB, launch after launch: 13.1 us, and 16.3 where they
-# are the first to leave; 256 x 1024, 1.1 GB: 249 and 242 us; of MLA with 16 heads, 1 x 4096 tokens, 5 MB: 23.7 and 27.3
-# us, 8 x 4096: 28.3 and 26.7 (H200, 2026-11-23).
+# Bytes of K and V that a launch still finds in the 50 MB L2 cache after a launch that read the same keys. Larger K and
+# V are marked evict-first. 1 x 8192 tokens, 34 MB, launch after launch: 13.1 us, and 16.3 with evict-first; 256 x 1024,
+# 1.1 GB: 249 and 242 us; MLA with 16 heads, 1 x 4096 tokens, 5 MB: 23.7 and 27.3 us, 8 x 4096: 28.3 and 26.7 (H200,
+# 2026-11-23).
 RESIDENT_BYTES = 34 << 20
-# CTAs that share a multiprocessor, by the bytes of an element of K and V. While one waits for memory or for its other
+# CTAs on a multiprocessor, by the bytes of an element of K and V. While one CTA waits for memory or for its other
 # warps, the other one dequantizes: 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157
 # (H200, 2026-11-23).
 CTAS_PER_SM = {1: 2, HALFWORD_BYTES: 1}
 OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
 WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
-# Subtrees in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
+# Subtrees in a CTA's equal share at most. Tickets hand out single subtrees, and nodes in memory are subtrees.
 MOST_SUBTREES, SUBTREES_BYTES = 16, 16 * 8704
 MOST_LARGE_NODE_SUBTREES = 4  # of nodes of many columns, whose fan-in groups are small: see FAN_IN_LEVELS
 FAN_IN_BITS, LARGE_NODE_FAN_IN_BITS = 4, 2  # log2 of the nodes in memory that are combined at a time
 FAN_IN_LEVELS = 5  # of fan-in groups: 4^5 are more than the subtrees of all CTAs
 TICKETS = 3  # int32: work tiles handed out, CTAs or warps done, shares of combines handed out
-# int32 of a slot: its epoch, partials that are there (of a fan-in group, or of all rows), fan-in groups or shares that
-# are done; of a share when it may be combined, and which it is: output token, first row, rows, chunk, chunks, partials
-# of a chunk
+# int32 counters of a slot: its epoch; the partials that are there, of a fan-in group or of all rows; the fan-in groups
+# or row shares that are done; and for each row share whether it may be combined, and which one it is: output token,
+# first row, rows, chunk, chunks, partials of a chunk
 SLOT_COUNTERS = 10
 
 
 def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = HALFWORD_BYTES) -> int:
-    """Say how many keys a whole chunk has, a power of two. ``latent`` as in MLA, where the value is part of the key."""
+    """Return the keys of a whole chunk, a power of two. ``latent`` as in MLA, where the value is part of the key."""
     if latent:
         return LATENT_CHUNK_TOKENS
     return max(power_of_two_in(CHUNK_ELEMENTS // columns), MIN_CHUNK_TOKENS) * HALFWORD_BYTES // element_bytes
@@ -121,13 +120,13 @@ def tree_rows(columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = F
 
 
 def leaf_tiles(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
-    """Say how many tiles a leaf has in kernels for ``rows`` rows; ``tiled`` as in :func:`scratch_bytes`."""
+    """Return the KV tiles of a leaf in kernels for ``rows`` rows; ``tiled`` as in :func:`scratch_bytes`."""
     small = element_bytes == 1 or _padded(columns) == BLOCK_COLUMNS
     return MORE_LEAF_TILES if small or (rows == SWAP_AB_ROWS[-1] and not tiled) else LEAF_TILES
 
 
 def leaf_tokens(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
-    """Say how many keys a leaf has."""
+    """Return the keys of a leaf."""
     return LEAF_TILE * leaf_tiles(rows, columns, element_bytes, tiled)
 
 
@@ -142,7 +141,7 @@ def node_bytes(rows: int, columns: int) -> int:
 
 
 def shared_levels(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
-    """Say how many levels of the tree are in shared memory."""
+    """Return the levels of the tree in shared memory."""
     return MOST_NODES_BYTES // CTAS_PER_SM[element_bytes] // node_bytes(rows, columns)
 
 
@@ -152,7 +151,7 @@ def fan_in_bits(columns: int) -> int:
 
 
 def gmem_levels(leaf: int, capacity: int, near: int) -> int:
-    """Say how many levels of a CTA's tree are in global memory, beyond the ``near`` ones: those below the root of the
+    """Return the levels of a CTA's tree in global memory, beyond the ``near`` ones: those below the root of the
     longest line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
     leaves = -(-max(capacity, 1) // leaf)
     return max((leaves - 1).bit_length() - near, 0)
@@ -166,14 +165,15 @@ def share_subtrees(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES)
 
 
 def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = HALFWORD_BYTES) -> int:
-    """Count the places for nodes that several CTAs combine: two for each subtree, and for where the subtrees end of
-    each of ``row_tiles``, those of all KV heads."""
+    """Return the slots for nodes that several CTAs combine.
+
+    Each subtree has two, and so has the last one of each of the ``row_tiles`` of all KV heads.
+    """
     return 2 * ((share_subtrees(rows, columns, element_bytes) + 1) * ctas + row_tiles)
 
 
 def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, tiled: bool = False) -> int:
-    """Say how many bytes of scratch a launch of ``rows`` or fewer rows needs for its tree, see
-    :func:`scratch_bytes`."""
+    """Return the bytes of scratch for the tree of a launch of up to ``rows`` rows, see :func:`scratch_bytes`."""
 
     def of(tile: int, width: int, size: int) -> int:
         near = LEAST_SMEM_LEVELS if tiled else shared_levels(tile, width, size)
@@ -190,8 +190,7 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 
 
 def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
-    """Say how many bytes of scratch an MLA launch needs for the trees of so many tiles, with up to ``columns`` of
-    output."""
+    """Return the bytes of scratch for the trees of ``row_tiles`` of an MLA launch with up to ``columns`` of output."""
     far = gmem_levels(LATENT_LEAF_TOKENS, capacity, LATENT_REGISTER_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
     return max(_nodes_bytes(LATENT_SWAP_AB_ROWS, row_tiles, width, sms, far) for width in widths)
@@ -206,26 +205,26 @@ def _nodes_bytes(
 
 
 def tree_counter_ints(slots: int) -> int:
-    """Say how many counters a launch with few rows has, all of which are zero before and after it."""
+    """Return the counters of a swap-AB launch. All are zero before and after it."""
     return TICKETS + FAN_IN_LEVELS * slots
 
 
 def most_new_tokens(max_q_len: int, tokens: int, group: int) -> int:
-    """Return the new tokens of a request that a launch has room for, given the caller's bound of them.
+    """Return the new tokens of a request that a launch has room for, given the caller's bound.
 
-    No request has more than all ``tokens`` of the batch. The bound selects the kernel, so one tile of rows has room for
-    ``group`` heads of as many tokens as the bound allows.
+    No request has more than the ``tokens`` of the whole batch. The bound selects the kernel, so there is always room
+    for one full tile of rows: ``group`` heads of each token.
     """
     return min(max_q_len, max(tokens, -(-ROWS // group)))
 
 
 def slot_rows(rows: int, latent: bool = False) -> int:
-    """Say how many rows a slot has: those of a tile, which MLA stores a whole warp's at a time."""
+    """Return the rows of a slot. MLA stores the rows of a whole warp at a time."""
     return min(-(-rows // WARP_ROWS) * WARP_ROWS if latent else rows, ROWS)
 
 
 def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
-    """Say how many bytes of scratch a partial of ``rows`` takes: output, and float32 statistics."""
+    """Return the bytes of scratch of a partial of ``rows``: output and float32 statistics."""
     return rows * (columns * (LATENT_PARTIAL_BYTES if latent else 4) + 4 * STATISTICS)
 
 
@@ -267,11 +266,19 @@ def scratch_bytes(
     tiled: bool = False,
     by_cta_parts: bool = False,
 ) -> int:
-    """Say how many bytes of memory the partials of a launch need: ``rows`` packed rows of each of ``kv_heads``, and
-    ``capacity`` keys a request at most, on ``sms`` multiprocessors. ``tiled``: however many rows there are, they are in
-    tiles of few, each with a tree. ``by_cta_parts`` as in :func:`slot_count`.
+    """Return the bytes of scratch of a launch.
 
-    What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
+    Args:
+        rows: packed rows of a KV head.
+        kv_heads: KV heads.
+        columns: output columns of a head.
+        capacity: keys of a request at most.
+        sms: multiprocessors of the device.
+        latent: whether the launch is MLA decode.
+        tiled: whether the kernel has a tree for each tile of few rows, for any number of rows.
+        by_cta_parts: as in :func:`slot_count`.
+
+    The result is enough for smaller launches as well. It is therefore not rounded to whole slots.
     """
     sizes = (columns, capacity, sms)
     if latent:
@@ -286,7 +293,7 @@ def scratch_bytes(
 
 
 def counter_ints(slots: int) -> int:
-    """Say how many counters a launch has, all zero before and after it."""
+    """Return the counters of a launch. All are zero before and after it."""
     return TICKETS + SLOT_COUNTERS * slots
 
 
@@ -297,8 +304,11 @@ def cta_part_slots(row_tiles: int, ctas: int) -> int:
 
 
 def cta_parts(row_tiles: int, ctas: int) -> int:
-    """Say how many CTA parts the keys of all requests are cut into, so that one for each row tile keeps as many of the
-    CTAs busy as can be, in one round or in more. A CTA part has two partials at most, and all find a slot."""
+    """Return the number of CTA parts that the keys of all requests are cut into.
+
+    One CTA part for each row tile keeps the most CTAs busy, in one round or in several. A CTA part has two
+    partials at most, and all find a slot.
+    """
     slots = cta_part_slots(row_tiles, ctas)
     rounds = [k for k in range(1, MOST_CTA_PART_ROUNDS + 1) if k == 1 or k * ctas // row_tiles * row_tiles * 2 <= slots]
     best = max(rounds, key=lambda k: k * ctas // row_tiles * row_tiles / (k * ctas))

@@ -6,8 +6,12 @@ answer them with padding.
 
 from __future__ import annotations
 
+import ast
+import io
 import pathlib
 import re
+import tokenize
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,20 +27,9 @@ BANNED = re.compile(
     r"|(?<!\b[Tt]here )\bis no\b(?! (?:longer\b|more\b|\w+er than\b))"
 )
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
-# Pages and folders that do not comply yet.
-PENDING = (
-    "CONTRIBUTING.md",
-    "README.md",
-    "SECURITY.md",
-    "docs/architecture.md",
-    "docs/checking.md",
-    "docs/guides/",
-    "docs/installing.md",
-    "docs/kernels/",
-    "docs/support.md",
-)
 GLOSSARY_ROWS = 40
 SOURCES = ("api", "kernels", "layouts")
+FOLDERS = (*SOURCES, "emulator", "perf", "examples", "docs", "tests")
 
 
 def pages() -> list[str]:
@@ -49,6 +42,15 @@ def banned(text: str) -> list[str]:
     """Return the banned phrases of a text, each with what follows it; code is not looked at."""
     prose = " ".join(CODE.sub("`code`", text).split())
     return [prose[found.start() : found.end() + 40] for found in BANNED.finditer(prose)]
+
+
+def prose_of(source: str) -> Iterator[str]:
+    """Yield the docstrings and comments of a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+    comments = (t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT)
+    yield "\n".join(comment.lstrip("# ") for comment in comments)
 
 
 def glossary_section(text: str) -> str:
@@ -108,9 +110,20 @@ def test_plain_sentences_pass(text: str) -> None:
     assert banned(text) == []
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if not page.startswith(PENDING)])
+@pytest.mark.parametrize("page", pages())
 def test_pages_are_in_plain_english(page: str) -> None:
     assert banned((ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_and_comments_are_in_plain_english(folder: str) -> None:
+    found = {
+        f"{file.relative_to(ROOT)}: {phrase}"
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for text in prose_of(file.read_text())
+        for phrase in banned(text)
+    }
+    assert sorted(found) == []
 
 
 def test_the_glossary_is_short_and_has_each_word_once() -> None:
