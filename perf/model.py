@@ -139,8 +139,8 @@ def kernel_model(does: Work, config: Sm100PrefillConfig, rates: Rates) -> Kernel
     # The load of the next Q starts at the last S. Q is needed after the last softmax and one product with V.
     q_bytes = Q_TILES * Q_TILE_ROWS * config.q_columns * ELEMENT_BYTES
     q_wait = rates.load_latency + q_bytes / rates.l2_bytes - (drain + value)
-    # The store of O starts after its last product. Its tensor memory is needed again after the other tile's product, the
-    # next S and its softmax.
+    # The store of O starts after its last product. Its tensor memory is needed again after the other tile's product,
+    # the next S and its softmax.
     store = Q_TILES * _cycles(does.store.code, rates) - (steady.cycles / Q_TILES + score + drain)
     mma = Q_TILES * sum(one.flop for one in does.products) / rates.mma_flop
     return KernelModel(steady, masked, mma, drain, max(q_wait, 0.0), max(store, 0.0), config.tile.n)
