@@ -1,4 +1,4 @@
-"""Importing hopwell: light, quick, and clear about a toolchain it was not tested with."""
+"""Importing hopwell: light, quick, and clear about an untested toolchain."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def check_problem(
             plan = Plan(problem)
             found = plan.execute(replace(problem, out=torch.full_like(problem.out, torch.nan))), lse.clone()
         first = first or found
-        pairs = [(one.double(), other.double()) for one, other in zip(first, found, strict=True)]  # torch.equal lacks fp8
+        pairs = [(one.double(), other.double()) for one, other in zip(first, found, strict=True)]  # equal lacks fp8
         assert all(torch.equal(*pair) for pair in pairs), "launches differ"
         assert not any(slab.any() for slab in plan.tickets._slabs), "counters are left behind"
     assert first is not None
