@@ -164,7 +164,7 @@ def test_every_step_is_in_one_unit(name: str, memory: Memory, monkeypatch: pytes
     """Work tiles hold every step of every request once for each of its row tiles, in order.
 
     Partials have slots of their own. Requests of one length are split into chunks of one length, or not at all, if this
-    costs CTAs little balance.
+    gives CTAs little extra work.
     """
     batch = BATCHES[name]
     schedule = batch.schedule(memory)
