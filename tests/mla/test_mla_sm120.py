@@ -28,7 +28,7 @@ MLA = [config for config in COVERING_SM120_DECODE if isinstance(config, MlaConfi
 def test_mla(config: MlaConfig) -> None:
     """Top-k indices have gaps, and dense keys are in pages of one and of 64, in several row tiles.
 
-    The first request's token does not see the last key, which has a leaf to itself.
+    The third request's first token does not see the last key, which has a leaf to itself.
     """
     dims, page = (config.head_dim_qk, config.head_dim_v), config.box_rows or 1
     heads, top_k = (20, 132) if config.sparse else (17, 0)

@@ -14,8 +14,8 @@ from hopwell.kernels.launch.plan import operands
 from hopwell.kernels.problem import AttentionProblem, Mask, Score, ScoreKind
 from hopwell.kernels.registry import resolve
 
-# The last request is long on its own. The others have rows for a part of a tile, a whole tile and one more row, and
-# some rows without keys.
+# Only the last request is long. The others have rows for a part of a tile, a whole tile and one more row, and some
+# rows without keys.
 Q_LENS, KV_LENS = [40, 0, 3, 1, 17, 33, 600], [700, 9, 2, 77, 130, 33, 600]
 GROUPS = [(4, 2), (3, 1), (14, 2), (12, 1), (32, 1), (9, 1)]
 FEW_GROUPS = GROUPS[1:3]
