@@ -1,8 +1,8 @@
 """Compiled kernels as callables: an exported object file, linked with the stand-in runtime, plus the kernels' PTX.
 
-The object file is what ``export_to_c`` of a TVM-FFI function writes and hopwell's compile cache keeps. Linking it with
-its own copy of the runtime needs no patch of the DSL, not even its import, and leaves modules bound to the real runtime
-alone.
+``export_to_c`` of a TVM-FFI function writes the object file, and hopwell's compile cache keeps it. Each object file is
+linked with its own copy of the stand-in runtime. This needs no patch of the DSL, not even its import, and does not
+affect modules bound to the real runtime.
 """
 
 from __future__ import annotations

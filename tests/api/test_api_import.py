@@ -66,7 +66,7 @@ else:
 
 
 def test_names_are_imported_when_they_are_used() -> None:
-    """They are the same objects as in their modules, and ``dir`` has them before."""
+    """Names are the same objects as in their modules, and ``dir`` lists them before the import."""
     code = """
 import sys, hopwell
 assert "torch" not in sys.modules

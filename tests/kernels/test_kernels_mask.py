@@ -168,7 +168,7 @@ def test_tiles_of_the_shipped_sizes(tile_m: int, tile_n: int, mask: Mask) -> Non
 
 @pytest.mark.parametrize("left", [2**30, INT32_MAX - 1, INT32_MAX])
 def test_a_window_wider_than_all_keys_is_causal(left: int) -> None:
-    """This holds for rows in front of the first key too, whose position minus the window does not fit 32 bits."""
+    """Rows before the first key are included; their position minus the window does not fit 32 bits."""
     causal, window = traced(Mask(MaskKind.CAUSAL)), traced(Mask(MaskKind.SLIDING_WINDOW, left))
     for position, kv_len in ((-1000, 5), (-1, 5), (0, 5), (4, 5), (100_000, 131_072)):
         assert list(map(host, window.keys(Int32(position), Int32(kv_len)))) == [

@@ -299,7 +299,7 @@ class TestForbid:
     @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
     @pytest.mark.parametrize("types", shipped.PREFILL_TYPES)
     def test_the_advice_is_a_command(self, types: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It compiles the kernel that is missing."""
+        """The command compiles the missing kernel."""
         *_, config = shipped.kernels_to_ship(arch, (types,))
         monkeypatch.setenv("HOPWELL_JIT", "forbid")
         with pytest.raises(RuntimeError) as caught:
