@@ -31,7 +31,7 @@ from .options import Options, options, use
 
 
 def report() -> LaunchReport:
-    """Return the report of what the last emulated launch of this thread did."""
+    """Return the report of the last emulated launch in this thread."""
     done = reports()
     if not done:
         raise EmulatorError("nothing has been launched yet")

@@ -22,7 +22,9 @@ def _selftest(args: argparse.Namespace) -> int:
 
 
 def _load_case(spec: str) -> tuple[Callable[[], Any], Any]:
-    """``path.py`` or ``path.py:function``, by default ``case``; and the file's ``equivalent``, if it has one."""
+    """Load a case from ``path.py`` or ``path.py:function`` (default ``case``), and the file's ``equivalent`` if
+    present.
+    """
     path, _, name = spec.partition(":")
     module_spec = importlib.util.spec_from_file_location("campaign_case", path)
     if module_spec is None or module_spec.loader is None:
@@ -95,7 +97,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _existing(text: str) -> str:
-    """Return the argument; ``:function`` may follow the path of a file."""
+    """Return the argument if its file exists; the path may end in ``:function``."""
     if not Path(text.partition(":")[0]).exists():
         raise argparse.ArgumentTypeError(f"there is no {text!r}")
     return text
@@ -158,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit status. Without a GPU or C compiler that it needs, stderr gets one line."""
+    """Run a command and return the exit status. A missing GPU or C compiler gives one line on stderr."""
     args = _parser().parse_args(argv)
     if getattr(args, "arguments", None) and args.arguments[0] == "--":
         args.arguments = args.arguments[1:]

@@ -1,6 +1,6 @@
-"""Exceptions of the emulator. Each message says where: CTA, warp, PTX line and, when known, Python source line.
+"""Exceptions of the emulator. Each message names the CTA, warp, PTX line and, if known, the Python source line.
 
-The names say what went wrong; an "Error" behind each would add nothing.
+The names state the fault; the suffix "Error" would add nothing.
 """
 
 # ruff: noqa: N818
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 
 class EmulatorError(Exception):
-    """Base class: the kernel, or its launch, did something that is wrong on hardware too, or that is not emulated."""
+    """Base class: the kernel or its launch did something illegal on hardware, or something that is not emulated."""
 
 
 class Unsupported(EmulatorError):
-    """The kernel uses an instruction or form that the emulator does not have."""
+    """The kernel uses an instruction or form that the emulator does not support."""
 
 
 class MemoryFault(EmulatorError):
@@ -21,11 +21,11 @@ class MemoryFault(EmulatorError):
 
 
 class UninitializedRead(EmulatorError):
-    """Something was read that was never written."""
+    """A read of memory or a register that was never written."""
 
 
 class BarrierFault(EmulatorError):
-    """A barrier was misused: wrong counts, not initialised, destroyed, bytes left over."""
+    """Misuse of a barrier: wrong counts, not initialised, destroyed, bytes left over."""
 
 
 class Deadlock(EmulatorError):
@@ -33,7 +33,7 @@ class Deadlock(EmulatorError):
 
 
 class Hazard(EmulatorError):
-    """The race detector or the proxy check found accesses that nothing orders."""
+    """Accesses without an order between them, found by the race detector or the proxy check."""
 
 
 class HostError(EmulatorError):

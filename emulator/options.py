@@ -1,6 +1,6 @@
-"""Settings: the emulated architecture and how kernels are run.
+"""Settings: the emulated architecture and the way kernels are run.
 
-``use("sm_100a", schedule="random", seed=3)`` applies inside a ``with`` block; otherwise the environment decides:
+``use("sm_100a", schedule="random", seed=3)`` applies inside a ``with`` block. Otherwise environment variables decide:
 HOPWELL_EMULATE (an architecture, or ``off``), HOPWELL_EMULATE_SCHEDULE, HOPWELL_EMULATE_SEED, HOPWELL_EMULATE_CHECKS (a
 comma-separated list out of race, proxy, strict; ``none``) and HOPWELL_EMULATE_WORKERS.
 """
@@ -19,20 +19,19 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "s
 SCHEDULES = ("eager", "late", "random", "priority")
 NUMERICS = ("auto", "hardware", "fast")
 
-RESERVED_BYTES = 1024  # of shared memory, which the system takes with each CTA
+RESERVED_BYTES = 1024  # shared memory that the system reserves for each CTA
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a multiprocessor of an architecture has (CUDA programming guide, "technical specifications per compute
-    capability")."""
+    """Resources of one SM (CUDA programming guide, "technical specifications per compute capability")."""
 
-    cta_shared_bytes: int  # the most that a CTA can have
+    cta_shared_bytes: int  # maximum for one CTA
     threads: int
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of all its CTAs, of which the system takes 1 KiB with each."""
+        """Shared memory of all CTAs of an SM, including the 1 KiB that the system reserves for each."""
         return self.cta_shared_bytes + RESERVED_BYTES
 
 
@@ -101,7 +100,7 @@ class Options:
         return int(number[:-1]), int(number[-1])
 
     def describe(self) -> str:
-        """Say what it takes to run the same schedule again."""
+        """Return the settings that reproduce the schedule."""
         seed = f", seed={self.seed}" if self.schedule in ("random", "priority") else ""
         checks = "".join(f", {name}=True" for name in ("race", "proxy", "strict") if getattr(self, name))
         return f"hopwell.emulator.use({self.arch!r}, schedule={self.schedule!r}{seed}{checks})"

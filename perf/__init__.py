@@ -1,9 +1,9 @@
 """Measurements of hopwell's kernels beside their peers: ``python -m hopwell.perf --help``.
 
-A figure is only comparable with figures of the same run, so a run interleaves everything that it compares, ceilings
-included, and its file under ``perf/results`` says on what GPU, when and with which versions it was made.
+A figure is comparable only with figures of the same run. A run therefore interleaves everything that it compares,
+ceilings included. Its file under ``perf/results`` records the GPU, date and versions.
 """
 
 
 class MissingError(RuntimeError):
-    """A command needs a tool or a GPU that this machine lacks; the message is one line with the remedy."""
+    """A command needs a tool or a GPU that this machine does not have; the message is one line with the remedy."""

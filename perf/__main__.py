@@ -10,7 +10,7 @@ EXTRA = ("matplotlib", "PIL", "rich", "tabulate", "typer")  # packages of the ex
 
 
 def main() -> int:
-    """Run a command. A package, tool, file or GPU that is missing is one line on stderr and exit status 1."""
+    """Run a command. A missing package, tool, file or GPU gives one line on stderr and exit status 1."""
     try:
         from hopwell.perf.commands import app
 

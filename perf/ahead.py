@@ -1,4 +1,4 @@
-"""The kernels that a sweep will launch, found without a GPU: calls are made on the CPU, and stop short of a launch."""
+"""Finds the kernels that a sweep will launch, without a GPU: calls run on the CPU and stop before the launch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from hopwell.perf.decode_workloads import Decode
 from hopwell.perf.family import Case, Family
 from hopwell.perf.prefill_workloads import Prefill
 
-# Which kernel serves a request depends neither on its keys nor on how many requests there are, and on its queries as
-# long as they are few: so many are not.
+# Kernel selection does not depend on the number of keys or requests. It depends on the number of queries only while
+# there are few, so larger cases are cut to these sizes.
 KEYS, QUERIES = 4096, 512
 
 
 def configs_of(family: Family, cases: Sequence[Case], candidates: Sequence[str]) -> dict[str, Buildable]:
-    """Return the configs, by name, of the kernels that our candidates launch in these cases; none for what they
-    refuse."""
+    """Return the configs, by name, of the kernels that our candidates launch in these cases.
+
+    A refused case adds no config.
+    """
     found: dict[str, Buildable] = {}
     with _recording(found):
         for case in cases:
@@ -35,19 +37,19 @@ def configs_of(family: Family, cases: Sequence[Case], candidates: Sequence[str])
 
 
 def smaller(case: Any) -> Any:
-    """Return a case that takes the same kernels as ``case`` and less memory, where there is one at hand."""
+    """Return a case that selects the same kernels as ``case`` with less memory, or ``case`` itself."""
     if isinstance(case, Decode):
         return replace(case, kv_lens=(min(max(case.kv_lens), KEYS),))
     if isinstance(case, Prefill) and len({*case.q_lens}) == 1:
         return replace(case, q_lens=(min(case.q_lens[0], QUERIES),), kv_lens=(min(case.kv_lens[0], KEYS),))
-    if isinstance(case, Prefill):  # uneven requests have a mean of queries, and no more keys than these need
+    if isinstance(case, Prefill):  # selection uses the mean of uneven queries, so only keys shrink
         return replace(case, kv_lens=case.q_lens)
     return case
 
 
 @contextlib.contextmanager
 def _recording(found: dict[str, Buildable]) -> Iterator[None]:
-    """Keep the config of each kernel in place of compiling and launching it."""
+    """Record the config of each kernel instead of compiling and launching it."""
 
     def bind(config: Buildable, device: Any) -> Any:
         found[config.name] = config

@@ -1,6 +1,6 @@
 """The append family: new keys and values written into the pages of a cache.
 
-Steps are short launches, back to back, as one more layer of a model adds them; what a step writes is in the L2 cache.
+Steps are short launches, back to back, like further layers of a model. The data that a step writes is in the L2 cache.
 """
 
 from __future__ import annotations

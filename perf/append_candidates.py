@@ -1,4 +1,4 @@
-"""Implementations of appending to compare, as those of decode are: each returns the pages that it has written to."""
+"""Implementations of append to compare. As for decode, each candidate's call returns its output: the written pages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hopwell_paged(page_size: int) -> Candidate:
 
 
 def flashinfer_append(page_size: int) -> Candidate:
-    """FlashInfer's kernels copy, or quantize to NVFP4; for e4m3 torch converts before them."""
+    """Prepare FlashInfer's kernels, which copy or quantize to NVFP4; for e4m3, torch converts before them."""
 
     def prepare(t: AppendTensors) -> Call:
         peer, pages, dtype = flashinfer().page, t.pages(page_size), t.work.kv_dtype
@@ -62,7 +62,7 @@ def flashinfer_append(page_size: int) -> Candidate:
 
 
 def torch_indexing(page_size: int) -> Candidate:
-    """Prepare what there is without a kernel for it: torch quantizes, and assigns to places of the cache."""
+    """Prepare an append without a kernel of its own: torch quantizes and assigns to cache positions."""
 
     def prepare(t: AppendTensors) -> Call:
         pages = t.pages(page_size)
@@ -75,7 +75,7 @@ def torch_indexing(page_size: int) -> Candidate:
                 kept = stored(tokens.float(), t.work.kv_dtype) if t.work.kv_dtype != tokens.dtype else (tokens, None)
                 for target, source in ((pool, kept[0]), (block_scales, kept[1])):
                     if target is not None and source is not None:
-                        # Not every dtype has indexed copies.
+                        # Some dtypes do not support indexed copies.
                         target.view(torch.uint8)[places] = source.view(torch.uint8)
 
         return _returning(pages, call)

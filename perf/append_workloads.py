@@ -1,4 +1,4 @@
-"""What appending is measured with: new keys and values of requests, and the pages of a cache that they go to."""
+"""Workloads of append: new keys and values of requests, and the cache pages that receive them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hopwell.perf.quantized import BF16, CACHES, E4M3, ELEMENT_BYTES, NVFP4, sto
 
 @dataclass(frozen=True)
 class Append:
-    """Requests with ``new`` tokens each, behind ``before`` others."""
+    """Requests with ``new`` tokens each, after ``before`` earlier tokens."""
 
     name: str
     batch: int
@@ -38,18 +38,21 @@ class Append:
 
     @property
     def work(self) -> float:
-        """Count the bytes of the new keys and values, and of what the cache has of them."""
+        """Bytes of the new keys and values as read, plus their bytes in the cache."""
         elements = 2.0 * self.batch * self.new * self.kv_heads * self.head_dim
         return elements * (ELEMENT_BYTES[BF16] + ELEMENT_BYTES[self.kv_dtype])
 
     @property
     def demand(self) -> dict[str, float]:
-        """Bytes count as if they were written as fast as they are read."""
+        """Bytes of the case, all at the rate of reads; writes count as fast as reads."""
         return {ceilings.READ: self.work}
 
     @property
     def max_error(self) -> float:
-        """A cache holds the nearest numbers that it can, whoever rounds; a division may fall to the other side."""
+        """Largest relative error: rounding alone, since a cache holds the nearest representable numbers.
+
+        A division may round to the other side.
+        """
         return 1e-3 if self.kv_dtype is not NVFP4 else 2e-2
 
 
@@ -69,19 +72,19 @@ APPEND = tuple(
 
 
 class AppendPages(NamedTuple):
-    """Empty pages, and where in them the new tokens go."""
+    """Empty pages, and the places of the new tokens in them."""
 
     key: torch.Tensor  # [pages, page_size, kv_heads, stored head_dim]
     value: torch.Tensor
     scales: tuple[torch.Tensor, torch.Tensor] | None
-    table: torch.Tensor  # of each request
+    table: torch.Tensor  # page table of each request
     used: torch.Tensor  # the same pages in a row
-    starts: torch.Tensor  # where each request's begin there
+    starts: torch.Tensor  # start of each request in ``used``
     in_last: torch.Tensor  # tokens in each request's last page
 
 
 class AppendTensors:
-    """Random new tokens in bfloat16, and what a cache should hold of them."""
+    """Random new tokens in bfloat16, and the cache contents expected from them."""
 
     def __init__(self, work: Append, device: str = "cuda"):
         self.work, self.device = work, device
@@ -113,7 +116,7 @@ class AppendTensors:
         return table[self.requests.long(), positions // page_size].long(), positions % page_size
 
     def error(self, out: AppendPages) -> float:
-        """Return the relative error of what the pages hold, against the quantizers of ``hopwell.layouts``."""
+        """Return the relative error of the pages' contents, against the quantizers of ``hopwell.layouts``."""
         page, row = self.places(out.table, out.key.shape[1])
         halves = (out.key, out.value)
         scales: tuple[torch.Tensor | None, ...] = (None, None) if out.scales is None else out.scales

@@ -1,6 +1,6 @@
-"""What candidates are held against: large matrix products and a plain read of memory, measured beside them.
+"""Ceilings for candidates, measured beside them: large matrix products and a plain read of memory.
 
-The floor of a case is the time that its FLOP or its bytes take at these rates, whichever is longer. It is no strict
+The floor of a case is the time of its FLOP or its bytes at these rates, whichever is longer. The floor is not a strict
 bound: long prefill at head dim 256 is up to 7 % faster than the product of random numbers (H200, 2026-11-23).
 """
 
@@ -25,7 +25,7 @@ class Ceiling(NamedTuple):
     prepare: Candidate
     amount: float  # FLOP or bytes of a call
     unit: str = "TFLOP/s"
-    unit_size: float = 1e12  # FLOP or bytes in a second that make one unit
+    unit_size: float = 1e12  # FLOP or bytes per second in one unit
 
 
 def matmul(t: object) -> Call:
@@ -36,8 +36,9 @@ def matmul(t: object) -> Call:
 
 
 def matmul_8(t: object) -> Call:
-    """Prepare a product of random square matrices of e4m3, accumulated without flushes, as fast as the library has
-    it."""
+    """Prepare a product of random square e4m3 matrices, accumulated without promotion, as fast as the
+    library offers.
+    """
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     one, out = torch.ones((), device="cuda"), torch.empty_like(a, dtype=torch.bfloat16)
     options: dict[str, Any] = dict(out_dtype=out.dtype, use_fast_accum=True, out=out)
@@ -67,6 +68,6 @@ CEILINGS = {
 
 
 def matmul_of(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """Name the ceiling of products of queries with keys and values of these types, whose wider one decides."""
+    """Return the name of the ceiling for products of these types; the wider type decides."""
     both_narrow = q_dtype == kv_dtype == torch.float8_e4m3fn
     return MATMUL_8 if both_narrow else MATMUL

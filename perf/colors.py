@@ -1,4 +1,4 @@
-"""What a figure shows of each candidate, and in which colour: the same in all figures."""
+"""Candidates of a figure and their colours, the same in all figures."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ PEER_COLORS = {
     "FlashInfer append": "#7fa08f",
     "torch indexing": "#c4c4c4",
 }
-OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # of candidates without a colour of their own
-# Which library candidates of different projects call.
+OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # for candidates without a colour of their own
+# Libraries that candidates of different projects call.
 SAME_LIBRARY = dict.fromkeys(("FlashInfer cuDNN", "cuDNN SDPA", "cuDNN fp8 graph"), "cuDNN")
-MOST = 8  # candidates in a figure
-LEAST_OURS = 2  # of them, if there are as many forms
+MOST = 8  # candidates in a figure, at most
+LEAST_OURS = 2  # of MOST, for our forms, if there are enough
 
 Rates = Mapping[str, Sequence["float | None"]]
 
 
 def base(candidate: str) -> str:
-    """Return a candidate's name without the form of its keys, or that of the library that it calls."""
+    """Return a candidate's name without the form of its keys, or the name of the library that it calls."""
     name = candidate.partition(", pages of ")[0]
     return SAME_LIBRARY.get(name, name)
 
 
 def is_ours(candidate: str) -> bool:
-    """Tell whether it is a form of hopwell."""
+    """Whether the candidate is a form of hopwell."""
     return base(candidate) == OURS
 
 
 def shown(rates: Rates) -> dict[str, list[float | None]]:
-    """Return what a figure shows of the candidates' rates: of each peer the best form, case by case, and the first
-    forms of ours, so that there are :data:`MOST` at most. Where there are too many peers, those are left out that come
-    least near to the best one."""
+    """Return the rates in a figure: each peer's best form, case by case, and our first forms, :data:`MOST` at most.
+
+    A figure with too many peers omits the peers farthest from the best one.
+    """
     peers: dict[str, list[float | None]] = {}
     for name, row in rates.items():
         if not is_ours(name):
@@ -57,7 +58,7 @@ def shown(rates: Rates) -> dict[str, list[float | None]]:
 
 
 def _nearness(rates: Sequence[float | None], peers: Iterable[Sequence[float | None]]) -> float:
-    """Return how much of the best peer's rate a peer has, in the case where it has most."""
+    """Return a peer's highest rate as a share of the best peer's rate, over all cases."""
     bests = [max(filter(None, column), default=None) for column in zip(*peers, strict=True)]
     return max((rate / best for rate, best in zip(rates, bests, strict=True) if rate and best), default=0.0)
 
@@ -74,14 +75,14 @@ def colors(candidates: Sequence[str]) -> dict[str, str]:
 
 
 def best_of_ours(rates: Rates, at: int) -> str | None:
-    """Return the form of ours that is best at a case; None where none was measured."""
+    """Return our best form at a case; None if none was measured."""
     ours = {name: row[at] or 0.0 for name, row in rates.items() if is_ours(name)}
     best = max(ours, key=lambda name: ours[name], default=None)
     return best if best is not None and ours[best] else None
 
 
 def ratio(rates: Rates, at: int) -> tuple[str, float] | None:
-    """Return the form of ours that is best at a case, and its rate as a multiple of the best peer's."""
+    """Return our best form at a case, and its rate as a multiple of the best peer's."""
     best = best_of_ours(rates, at)
     best_peer = max((row[at] or 0.0 for name, row in rates.items() if not is_ours(name)), default=0.0)
     if best is None or not best_peer:

@@ -82,7 +82,7 @@ def compile_ahead(
 ) -> None:
     """Compile the kernels that a sweep launches, into the folder that HOPWELL_CACHE_DIR names; needs no GPU.
 
-    They are those of HOPWELL_EMULATE's architecture, and of HOPWELL_KERNELS compiled for it.
+    HOPWELL_EMULATE names the architecture. HOPWELL_KERNELS may name another, whose kernels are compiled for it.
     """
     from hopwell.kernels.jit.ahead import compile_and_report
     from hopwell.perf.ahead import configs_of
@@ -195,7 +195,7 @@ def _matching(what: str, names: Sequence[str], patterns: Iterable[str]) -> dict[
 
 
 class Options(NamedTuple):
-    """How a sweep is done, whatever the family."""
+    """Settings of a sweep, for any family."""
 
     out: Path
     deadline: float  # of time.monotonic
@@ -223,7 +223,7 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], opt
             if time.monotonic() >= options.deadline:
                 left.append(case.name)
                 continue
-            # Each candidate's preparation is a step, and so is the timing of all.
+            # The preparation of each candidate is a step, and the timing of all of them is one more.
             rows = _measure(family, case, candidates, lambda step: progress.update(task, advance=1, description=step))
             torch.cuda.empty_cache()
             run.rows += rows
@@ -233,7 +233,7 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], opt
                     if row.candidate == title and row.milliseconds:
                         rate = case.demand[title] / row.milliseconds * 1e3 / ceiling.unit_size
                         run.ceiling_rates.setdefault(f"{title}, {ceiling.unit}", []).append(rate)
-            run.write(path)  # stays when a later case ends the process; ``show`` writes the rest
+            run.write(path)  # remains if a later case ends the process; ``show`` writes the rest
             figures = ", ".join(f"{row.candidate} {row.rate:.0f}" for row in rows if row.rate)
             progress.print(f"{case.title} [{family.labels.unit}]: {figures}", highlight=False, markup=False)
     if options.host and time.monotonic() < options.deadline:

@@ -1,8 +1,8 @@
 """The decode family: one or a few new tokens against all their keys, in pages.
 
-Launches follow each other without a gap, as in all measurements here. So the short cases, L1 and L8, say what one more
-layer adds to a step, not how long a card takes that was idle; and keys and values that fit into the L2 cache (50 MB on
-an H200) come from there.
+Launches follow each other without a gap, as in all measurements here. The short cases L1 and L8 therefore measure one
+more layer of a step, not the time on an idle card. Keys and values that fit into the L2 cache (50 MB on an H200) come
+from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _host_calls() -> Mapping[str, Call]:
 
 
 DECODE = Family(
-    # The matrix product never decides, and lowers the clocks of what follows it.
+    # The matrix product never decides, and it lowers the clocks of the next measurement.
     Labels("decode", "GB/s", "keys and values, each read once", "keys of a request", (READ,)),
     unit_size=1e9,
     cases=CASES,

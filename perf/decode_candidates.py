@@ -1,5 +1,4 @@
-"""Implementations of decode to compare, as those of prefill are: functions from tensors to a call that returns its
-output."""
+"""Implementations of decode to compare. As for prefill, each maps tensors to a call that returns its output."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def flashinfer_xqa(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
         work, out, pages, workspace = t.work, t.output(), t.pages(page_size), peer_workspace()
         decode = flashinfer().decode.xqa_batch_decode_with_kv_cache
-        scales = {} if pages.scales is None else dict(kv_cache_sf=pages.scales)  # which it takes on sm_120 only
+        scales = {} if pages.scales is None else dict(kv_cache_sf=pages.scales)  # taken on sm_120 only
         shaped = out if work.q_len == 1 else out.unflatten(0, (work.batch, work.q_len))
         return lambda: decode(
             t.q,
@@ -112,8 +111,10 @@ def flashinfer_cudnn(page_size: int) -> Candidate:
 
 
 def fa3(page_size: int) -> Candidate:
-    """Prepare FlashAttention 3, which chooses itself into how many parts it splits the keys. Beside a cache of e4m3 its
-    queries are e4m3 as well, rounded beforehand."""
+    """Prepare FlashAttention 3, which chooses the number of key splits itself.
+
+    With an e4m3 cache, its queries are e4m3 too, rounded beforehand.
+    """
 
     def prepare(t: DecodeTensors) -> Call:
         _no_nvfp4(t)

@@ -1,4 +1,4 @@
-"""What decode is measured with: a few new tokens of each request against a cache of random keys and values."""
+"""Workloads of decode: a few new tokens of each request against a cache of random keys and values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ MASK_BITS = 32  # a row of a draft mask is a whole number of 32-bit words
 
 @dataclass(frozen=True)
 class Decode:
-    """Requests with ``q_len`` new tokens each, the last ones of their ``kv_lens`` keys; each sees those before it."""
+    """Requests with ``q_len`` new tokens each, at the ends of their ``kv_lens`` keys; each token sees those
+    before it.
+    """
 
     name: str
     what: str  # the requests in words
@@ -40,7 +42,7 @@ class Decode:
     head_dim: int = 128
     q_len: int = 1
     kv_dtype: torch.dtype = BF16
-    series: str = ""  # what it has in common with the other points of a plot's line
+    series: str = ""  # common to the points of a plot's line
 
     @property
     def x(self) -> int:
@@ -65,7 +67,7 @@ class Decode:
 
     @property
     def demand(self) -> dict[str, float]:
-        """Count both products, and query and output, keys and values once."""
+        """Demand of both products in FLOP, and of query, output, keys and values in bytes, each once."""
         columns = ELEMENT_BYTES[self.q_dtype] * self.head_dim + ELEMENT_BYTES[BF16] * self.v_head_dim
         tokens = self.batch * self.q_len * self.heads * columns
         return {ceilings.matmul_of(self.q_dtype, self.kv_dtype): self.flop, ceilings.READ: self.read_bytes + tokens}
@@ -76,21 +78,21 @@ class Decode:
 
     @property
     def read_bytes(self) -> float:
-        """Count the bytes of keys and values, and of their block scales where there are any."""
+        """Bytes of keys and values, and of block scales if the cache has them."""
         return 2.0 * sum(self.kv_lens) * self.kv_heads * self.head_dim * ELEMENT_BYTES[self.kv_dtype]
 
     @property
     def flop(self) -> float:
-        """Return the operations of both matrix products, which count visible keys only."""
+        """FLOP of both matrix products, with visible keys only."""
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.kv_lens))
 
     def _visible(self, kv_len: int) -> int:
-        """Row t does not see the q_len - 1 - t last keys."""
+        """Return the number of visible scores; row t does not see the last q_len - 1 - t keys."""
         return self.q_len * kv_len - self.q_len * (self.q_len - 1) // 2
 
     @property
     def v_head_dim(self) -> int:
-        """Return the head dim of values, less than ``head_dim`` where they are the first columns of the keys."""
+        """Head dim of values, smaller than ``head_dim`` if values are the first columns of the keys."""
         return self.head_dim
 
     @property
@@ -142,7 +144,7 @@ DECODE = (
     _uniform("D2-d256", 32, 8192, heads=32, kv_heads=4, head_dim=256),
     Decode("uneven", f"{LONG} among {len(UNEVEN) - 1} x {SHORT}", UNEVEN),
     _uniform("even", len(UNEVEN), sum(UNEVEN) // len(UNEVEN)),
-    # With more rows, caches of 8 bits are widened in registers, and in place.
+    # With more rows, kernels dequantize 8-bit caches in registers and in place.
     *(_with_fp8_cache(_uniform(f"D2-q{new}", 32, 8192, q_len=new)) for new in (2, 4, 8)),
     _with_fp8_cache(_uniform("D-d512", 32, 4096, heads=32, kv_heads=4, head_dim=512)),
     _uniform("D-d512", 32, 4096, heads=32, kv_heads=4, head_dim=512),
@@ -180,14 +182,16 @@ class DecodeTensors:
         return torch.empty(*self.q.shape[:2], self.work.v_head_dim, dtype=BF16, device=self.device)
 
     def pages(self, page_size: int) -> CachePages:
-        """Return the cache. Ids past a request's last page are those of a page, as there are peers that read them."""
+        """Return the cache. Table entries past a request's last page hold a valid page id, because some peers read
+        them.
+        """
         if page_size not in self._pages:
             pages = cache_pages(self._key, self._value, self.work.kv_lens, page_size, interleaves=False)
             self._pages[page_size] = pages._replace(table=pages.table.clamp(min=0))
         return self._pages[page_size]
 
     def _causal_drafts(self) -> torch.Tensor:
-        """Return uint16 [batch, q_len, words]: a bit for each new token that a new token sees."""
+        """Return uint16 [batch, q_len, words]: for each new token, a bit for every new token that it sees."""
         q_len = self.work.q_len
         bits = torch.zeros(q_len, -(-q_len // MASK_BITS) * MASK_BITS, dtype=torch.int32)
         bits[:, :q_len] = torch.ones(q_len, q_len, dtype=torch.int32).tril()
@@ -224,6 +228,6 @@ class DecodeTensors:
         return torch.einsum("hgqn,nhd->qhgd", weights, v.double()).flatten(1, 2)
 
     def _hidden(self, request: int, tokens: int) -> torch.Tensor:
-        """Say in a boolean [q_len, tokens] which of the request's tokens a new one does not see."""
+        """Return a boolean [q_len, tokens]: the request's tokens hidden from each new token."""
         q_len = self.work.q_len
         return torch.ones(q_len, tokens, dtype=torch.bool, device=self.device).triu(tokens - q_len + 1)

@@ -1,4 +1,4 @@
-"""Tables of Markdown files that are written anew from the files of runs."""
+"""Rewrites tables of Markdown files from the files of runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from hopwell.perf.precision import name_of
 from hopwell.perf.results import Run
 
-# A comment names a run's JSON file, beside the document or from there, and the cases, as ``--cases`` of a sweep does.
+# A comment names a run's JSON file, beside the document or relative to it, and the cases, like ``--cases`` of a sweep.
 PLACE = re.compile(r"(<!-- table of (\S+): (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
@@ -28,10 +28,10 @@ def with_tables(document: Path) -> str:
 
 
 def summary(folder: Path, path: str, patterns: list[str]) -> str:
-    """Return on what and when a run was measured, where all of it is, and the table of the cases of these patterns.
+    """Return a run's GPU, date and file, and the table of the cases that match these patterns.
 
     Raises:
-        ValueError: there is no such file, or it has no case of a pattern.
+        ValueError: the file does not exist, or no case matches a pattern.
     """
     if not (folder / path).exists():
         raise ValueError(f"a table is to be of {folder / path}, which does not exist")

@@ -1,4 +1,4 @@
-"""What a Blackwell prefill kernel does in a step of its loop, read from its PTX and its machine code.
+"""Work of a Blackwell prefill kernel in one step of its loop, read from its PTX and its machine code.
 
 A step is both query tiles of 128 rows against one tile of keys.
 """
@@ -18,11 +18,11 @@ from hopwell.perf.sass import Sass, disassemble, sass_loops
 
 ELEMENT_BYTES = 2  # of Q, K, V and P
 
-# Units of a lane, and what they are called in the two languages.
+# Units of a lane, and their instruction names in PTX and SASS.
 MUFU, FMA, ALU, CONVERSION = "MUFU", "FMA", "ALU", "conversion"
 _PTX_UNITS = {
     **dict.fromkeys(("ex2", "lg2", "rcp", "rsqrt", "sqrt"), MUFU),
-    **dict.fromkeys(("fma", "add", "sub", "mul"), FMA),  # of float32; of integers ALU
+    **dict.fromkeys(("fma", "add", "sub", "mul"), FMA),  # of float32; integers use the ALU
     **dict.fromkeys(("max", "min", "selp", "setp", "and", "or", "xor", "not", "shl", "shr", "mad"), ALU),
 }
 _SASS_UNITS = {
@@ -48,13 +48,13 @@ class Product:
 
     @property
     def shared_bytes(self) -> int:
-        """Count the bytes of the operands that it reads from shared memory."""
+        """Bytes of the operands in shared memory."""
         return ELEMENT_BYTES * MMA_DEPTH * (self.columns + self.rows * self.a_in_shared)
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Code that a warp runs through: what it asks of the units of a lane, and its machine code."""
+    """Code that a warp executes in sequence: its demand on the units of a lane, and its machine code."""
 
     ptx: Mapping[str, float]  # results of a lane, by unit
     sass: Mapping[str, float]  # the same
@@ -63,23 +63,23 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel's steady-state loops. What softmax and correction do is one warp's, for one query tile."""
+    """A kernel's steady-state loops. Softmax and correction cover one warp's work, for one query tile."""
 
     softmax: Stretch
     masked_softmax: Stretch
-    correction: Stretch  # with the rescaling of O
-    calm_correction: Stretch  # without
+    correction: Stretch  # with the rescale of O
+    calm_correction: Stretch  # without it
     store: Stretch  # of a query tile's output
     products: tuple[Product, ...]  # of a query tile
     mma_issue: int  # instructions of the warp that issues products, a step
-    tensor_load: int  # bytes of a lane's tensor memory, by softmax, for a query tile
+    tensor_load: int  # bytes of a lane's tensor memory read by softmax, for a query tile
     tensor_store: int
-    rescale_bytes: int  # that correction loads, and stores, where it rescales
+    rescale_bytes: int  # loaded by correction, and stored, when it rescales
     loaded_bytes: int  # of K and V by TMA, a step
 
 
 def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
-    """Describe what the kernel of ``config`` does."""
+    """Describe the work of the kernel of ``config``."""
     (kernel,) = parse_module(built.ptx.read_text()).values()
     code = disassemble(built.cubin)
     ptx, sass = PtxLoops(kernel), SassLoops(code)
@@ -120,13 +120,13 @@ class PtxLoops:
         code = self.code = kernel.instrs
         self.loops = natural_loops([_ptx_successors(one, len(code)) for one in code])
         softmax = self._having("ex2", "tcgen05.ld")
-        # Masking compares and selects, once for each column.
+        # Masking compares and selects once for each column.
         softmax.sort(key=lambda loop: sum(code[i].parts[0] in ("setp", "selp") for i in loop.path))
         self.softmax, *_, self.masked_softmax = softmax
         (self.correction,) = (loop for loop in self._having("tcgen05.ld", "tcgen05.st") if not self._has(loop, "ex2"))
         (self.store,) = (loop for loop in self._having("tcgen05.ld", "st.global") if not self._has(loop, "tcgen05.st"))
         (self.products,) = innermost(self.loops, self._has_both_products)
-        # Loops that load K and V run inside the loop over work tiles; Q is loaded once in each.
+        # Loops that load K and V are inside the loop over work tiles; Q is loaded once in each work tile.
         loads = [loop for loop in self._having("cp.async.bulk.tensor") if around(self.loops, loop)]
         self.loads = [i for loop in loads for i in loop.path]
 
@@ -168,7 +168,7 @@ def _ptx_successors(one: Instr, end: int) -> list[int]:
 
 
 def skipped(path: Sequence[int], code: Sequence[Instr] | Sequence[Sass], op: str) -> set[int]:
-    """Return what a forward branch of ``path`` jumps over that has ``op`` in it: the smallest such piece."""
+    """Return the smallest block with ``op`` that a forward branch of ``path`` jumps over."""
     pieces = [{j for j in path if i < j < code[i].target} for i in path if code[i].target > i]
     return min((piece for piece in pieces if any(code[j].op.startswith(op) for j in piece)), key=len)
 
@@ -187,7 +187,7 @@ def ptx_results(code: Iterable[Instr]) -> Counter[str]:
 
 
 def sass_results(code: Iterable[Sass]) -> Counter[str]:
-    """Do for machine code what :func:`ptx_results` does for PTX."""
+    """Count the results of a lane in machine code, by unit, as :func:`ptx_results` does for PTX."""
     results: Counter[str] = Counter()
     for one in code:
         if one.root in _SASS_UNITS:
@@ -200,7 +200,7 @@ def _is_product(one: Instr) -> bool:
 
 
 def product(one: Instr) -> Product:
-    """Read a tcgen05.mma as its instruction descriptor has it (PTX ISA, "Instruction descriptor": N / 8 and M / 16)."""
+    """Read a tcgen05.mma from its instruction descriptor (PTX ISA, "Instruction descriptor": N / 8 and M / 16)."""
     a, descriptor = one.args[1], one.args[3]
     if not isinstance(descriptor, Imm):
         raise ValueError(f"no constant instruction descriptor: {one.text}")

@@ -1,4 +1,4 @@
-"""Loops in a kernel's code, which may be PTX or SASS: instructions are numbers, and an edge leads to each successor."""
+"""Loops in a kernel's code (PTX or SASS): instructions are numbers, and an edge leads to each successor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ class Loop:
 
     @property
     def path(self) -> list[int]:
-        """Return the body as it lies in the code. What lies behind the latch are retries of waits, which a step that is
-        not late does not come to."""
+        """Body in code order, up to the latch.
+
+        Code after the latch retries waits; a step on time does not reach it.
+        """
         return sorted(i for i in self.body if i <= self.latch)
 
     def without(self, inner: Loop) -> list[int]:
@@ -24,8 +26,7 @@ class Loop:
 
 
 def natural_loops(successors: Sequence[Sequence[int]]) -> list[Loop]:
-    """Return the loop of each target of a back edge, inner loops before those around them. Instruction 0 is the
-    entry."""
+    """Return the loop of each back edge's target, inner loops before outer ones. Instruction 0 is the entry."""
     latches: dict[int, list[int]] = {}
     for source, target in _back_edges(successors):
         latches.setdefault(target, []).append(source)
@@ -46,7 +47,7 @@ def natural_loops(successors: Sequence[Sequence[int]]) -> list[Loop]:
 
 
 def _back_edges(successors: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]]:
-    """Yield the edges to an instruction that the depth-first search has not left yet."""
+    """Yield the edges to instructions that are still on the stack of the depth-first search."""
     entered, left = {0}, set()
     stack = [(0, iter(successors[0]))]
     while stack:
@@ -63,11 +64,11 @@ def _back_edges(successors: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]
 
 
 def innermost(loops: Sequence[Loop], is_wanted: Callable[[Loop], bool]) -> list[Loop]:
-    """Return the wanted loops that have no other wanted one inside."""
+    """Return the wanted loops without another wanted loop inside."""
     wanted = [loop for loop in loops if is_wanted(loop)]
     return [loop for loop in wanted if not any(other.body < loop.body for other in wanted)]
 
 
 def around(loops: Sequence[Loop], inner: Loop) -> Loop | None:
-    """Return the next loop around ``inner``, of :func:`natural_loops`."""
+    """Return the next loop around ``inner``, from the result of :func:`natural_loops`."""
     return next((loop for loop in loops if inner.body < loop.body), None)

@@ -1,9 +1,9 @@
-"""Timing that compares fairly on a GPU whose clocks follow its power and temperature.
+"""Fair timing on a GPU whose clocks follow its power and temperature.
 
-Each candidate becomes a CUDA graph of enough launches to last some milliseconds. Rounds replay all of them one after
-the other, each time in another random order, so that every candidate meets the same states of the card: one that
-follows a power-hungry one gets lower clocks. The median over rounds is reported. Launches are back to back: they keep
-the card under a sustained load, and hide what a launch to an idle card costs.
+Each candidate becomes a CUDA graph with enough launches to last some milliseconds. Each round replays all graphs one
+after the other, in a new random order. Every candidate therefore meets the same states of the card; a candidate after a
+power-hungry one gets lower clocks. The result is the median over rounds. Launches are back to back: they keep the card
+under a sustained load, and hide the cost of a launch on an idle card.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import torch
 
 GRAPH_MS = 12.0
 ROUNDS = 21
-# A graph that replays in less than this share of the time of its calls holds none of their launches: a peer that
-# launches on a stream of its own leaves nothing in it (FlashInfer's FMHAv2 at head dims 64 and 256, H100, 2026-11-25).
+# A graph that replays in less than this share of the time of its calls does not hold their launches. A peer that
+# launches on a stream of its own leaves nothing in the graph (FlashInfer's FMHAv2 at head dims 64 and 256, H100,
+# 2026-11-25).
 LEAST_REPLAY = 1e-3
 FIRST_CALLS = 3
-# This script runs by itself: everything but the call has happened before, as in a server that has loaded its weights.
+# This script runs in a process of its own. Everything except the call has happened before, as in a server with loaded
+# weights.
 FIRST_CALL = """
 import importlib, sys, time
 import torch
@@ -41,12 +43,12 @@ print((time.perf_counter() - begin) * 1e3)
 def interleaved(
     calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, graph_ms: float = GRAPH_MS
 ) -> dict[str, float]:
-    """Measure the milliseconds of each call; none of those that cannot be captured in a graph."""
+    """Measure the milliseconds of each call; a call that cannot be captured in a graph has no result."""
     graphs = {}
     for name, call in calls.items():
         try:
             graphs[name] = Captured.of(call, graph_ms)
-        except Exception:  # a peer may fail in any way; what ends the whole process raises in the next line
+        except Exception:  # a peer may fail in any way; an error that ends the whole process raises in the next line
             torch.cuda.synchronize()
     for captured in graphs.values():
         captured.graph.replay()
@@ -73,11 +75,11 @@ class Captured:
 
     graph: torch.cuda.CUDAGraph
     calls: int
-    milliseconds: float  # that a call took by itself, before it was captured
+    milliseconds: float  # time of a call alone, before the capture
 
     @staticmethod
     def of(call: Callable[[], object], graph_ms: float) -> Captured:
-        """Capture a graph of as many calls as last ``graph_ms``."""
+        """Capture a graph with calls for about ``graph_ms`` milliseconds."""
         for _ in range(3):
             call()
         torch.cuda.synchronize()
@@ -96,18 +98,19 @@ class Captured:
         return Captured(graph, calls, milliseconds)
 
     def holds_launches(self, replayed: float) -> bool:
-        """Tell whether the graph, whose calls replay in ``replayed`` milliseconds each, does what they do."""
+        """Whether the graph holds the calls' launches, given ``replayed``, the milliseconds of each
+        call in a replay.
+        """
         return replayed > LEAST_REPLAY * self.milliseconds
 
 
 def host_microseconds(
     calls: Mapping[str, Callable[[], object]], at_once: int = 50, rounds: int = 101
 ) -> dict[str, float]:
-    """Measure the time that each warm call takes on the host, the kernel excluded: ``at_once`` launches queue up
-    without waiting.
+    """Measure the host time of each warm call without its kernel; ``at_once`` launches queue up without waiting.
 
-    They take turns, so that what else the host does meets all alike: one after the other, the three entries of prefill
-    took 12, 12 and 9 us in one process, 8, 12 and 13 in another (H200's host, 2026-11-22 and 23).
+    The calls take turns, so other load on the host affects all alike. In sequence, the three entries of prefill took
+    12, 12 and 9 us in one process, and 8, 12 and 13 us in another (H200's host, 2026-11-22 and 23).
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
@@ -122,8 +125,11 @@ def host_microseconds(
 
 
 def first_call_milliseconds(calls: Callable[[], Mapping[str, Callable[[], object]]], name: str) -> float:
-    """Measure the time from the first call of a process to its result, with the kernel compiled and on disk: the median
-    of several processes. ``calls`` is a function of a module and makes the call by this name."""
+    """Measure the time from a process's first call to its result, with the kernel compiled and on disk.
+
+    The result is the median of several processes. ``calls`` is a function of a module and makes the call with this
+    name.
+    """
     command = [sys.executable, "-c", FIRST_CALL, calls.__module__, calls.__name__, name]
     outputs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(FIRST_CALLS)]
     return statistics.median(float(each.stdout.split()[-1]) for each in outputs)

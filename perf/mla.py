@@ -1,7 +1,7 @@
-"""The MLA family: one or a few new tokens, all of whose heads share one latent key for each token, in pages.
+"""The MLA family: one or a few new tokens, with one latent key per token shared by all heads, in pages.
 
-With 128 heads each byte of a key is multiplied so often that tensor cores are the limit; with 16, a share of what a
-server of eight GPUs has, memory is. So titles tell the bytes of the keys.
+With 128 heads, each byte of a key takes part in enough products that tensor cores are the limit. With 16 heads, the
+share of one GPU in a server of eight, memory is the limit. Titles therefore give the bytes of the keys.
 """
 
 from __future__ import annotations

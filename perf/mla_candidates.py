@@ -1,4 +1,4 @@
-"""Implementations of MLA decode to compare, as those of decode are."""
+"""Implementations of MLA decode to compare, with the interface of decode's candidates."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def hopwell_paged(page_size: int) -> Candidate:
 
 
 def flashinfer_fa3(page_size: int) -> Candidate:
-    """Return a candidate that is planned once. Queries come in two tensors, latent and rotary; the cache is one that is
-    looked at as two."""
+    """Return a candidate that is planned once.
+
+    Queries are two tensors, latent and rotary; the cache is one tensor with two views.
+    """
 
     def prepare(t: MlaTensors) -> Call:
         if t.work.top_k or t.work.q_dtype is not BF16:
@@ -100,7 +102,7 @@ def flashmla(page_size: int) -> Candidate:
                 indices=t.token_table(page_size),
             )
         elif work.q_dtype is E4M3:
-            # Its Python function refuses what the operator has.
+            # Its Python function refuses cases that the operator supports.
             operators, one = torch.ops.sgl_kernel, torch.ones(1, device=t.device)
             schedule, splits = operators.get_mla_decoding_metadata_dense_fp8.default(t.kv_lens, rows, 1)
             call = partial(

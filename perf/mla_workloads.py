@@ -1,4 +1,4 @@
-"""What MLA decode is measured with: a few new tokens of each request against a cache of random latent keys."""
+"""Workloads of MLA decode: a few new tokens of each request against a cache of random latent keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hopwell.perf.quantized import BF16, E4M3, Stored, latent_rows
 
 @dataclass(frozen=True)
 class Mla(Decode):
-    """Decode whose heads share one key for each token; its first ``kv_lora_rank`` entries are the value."""
+    """Decode whose heads share one key per token; the first ``kv_lora_rank`` entries of the key are the value."""
 
     heads: int = 128
     kv_heads: int = 1
     head_dim: int = 576
     kv_lora_rank: int = 512
-    top_k: int = 0  # tokens that each new token lists, of sparse attention; 0 for dense
+    top_k: int = 0  # top-k of sparse attention, for each new token; 0 for dense
     packed_rows: bool = False  # keys are rows of 656 bytes, see ``latent_rows``
 
     @property
@@ -30,7 +30,7 @@ class Mla(Decode):
 
     @property
     def sizes(self) -> str:
-        """Give heads, dims and keys in words. Bytes of the keys are among them: few heads are limited by memory."""
+        """Heads, dims and keys in words. The bytes of the keys are included, since few heads are limited by memory."""
         keys = f"{self.cache_bytes / 1e6:.0f} MB of keys" + (f", {self.top_k} listed" if self.top_k else "")
         keys += f", rows of {FP8_DS_MLA_BYTES} bytes" * self.packed_rows + ", e4m3 query" * (self.q_dtype is E4M3)
         return f"{self.heads} heads, d{self.head_dim}/{self.v_head_dim}, {keys}"
@@ -41,12 +41,12 @@ class Mla(Decode):
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a key."""
+        """Bytes of a key."""
         return FP8_DS_MLA_BYTES if self.packed_rows else self.head_dim * self.kv_dtype.itemsize
 
     @property
     def q_dtype(self) -> torch.dtype:
-        """Return the type of the queries: that of the cache, but for packed rows."""
+        """Type of the queries: the cache's type, except for packed rows."""
         return BF16 if self.packed_rows else self.kv_dtype
 
     @property
@@ -55,7 +55,7 @@ class Mla(Decode):
 
     @property
     def read_bytes(self) -> float:
-        """Count the bytes of the keys, values among them; a listed one as often as it is listed."""
+        """Bytes of the keys, values included; a key in the top-k indices counts once per mention."""
         listed = self.batch * self.q_len * self.top_k
         return float(listed * self.row_bytes if self.top_k else self.cache_bytes)
 
@@ -68,7 +68,7 @@ def _uniform(name: str, batch: int, length: int, **options: Any) -> Mla:
 
 
 def _in_fp8(case: Mla) -> Mla:
-    """Return the case with query and cache in e4m3; a sparse one over rows of 656 bytes, with a query of bfloat16."""
+    """Return the case with query and cache in e4m3, or, if sparse, with rows of 656 bytes and a bfloat16 query."""
     return replace(case, name=f"{case.name}-fp8", kv_dtype=E4M3, packed_rows=case.top_k > 0)
 
 
@@ -111,18 +111,18 @@ class MlaTensors(DecodeTensors):
 
     @cached_property
     def lists(self) -> torch.Tensor:
-        """Return the [batch, q_len, top_k] tokens that each new token attends to, in random order and all different."""
+        """The [batch, q_len, top_k] tokens that each new token attends to, in random order and all different."""
         work, generator = self.work, torch.Generator(self.device).manual_seed(1)
         rows = [self._draw(kv_len, generator) for kv_len in work.kv_lens for _ in range(work.q_len)]
         return torch.stack(rows).view(work.batch, work.q_len, work.top_k)
 
     def _draw(self, kv_len: int, generator: torch.Generator) -> torch.Tensor:
-        """Draw from the tokens that the first new token sees as well."""
+        """Draw from the tokens visible to the first new token, which all new tokens see."""
         seen = kv_len - self.work.q_len + 1
         return torch.randperm(seen, generator=generator, device=self.device)[: self.work.top_k]
 
     def token_table(self, page_size: int) -> torch.Tensor:
-        """Say where in the pages the tokens are, in int32 like ``lists``."""
+        """Return the places of the tokens in the pages, in int32 like ``lists``."""
         table = self.pages(page_size).table.long()
         pages = table.gather(1, (self.lists // page_size).flatten(1)).view_as(self.lists)
         return (pages * page_size + self.lists % page_size).int()

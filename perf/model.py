@@ -1,8 +1,8 @@
-"""A performance model of Blackwell prefill: what a B200 would reach if each unit kept its published rate.
+"""A performance model of Blackwell prefill: the rate of a B200 whose units each run at their published rate.
 
-Nothing here was measured on a B200. The steady-state step takes as long as the unit with the most to do, or as the
-chain of one query tile (S, softmax, P V, the next S), which can begin anew only when it has ended. A work tile adds
-what its first softmax does not overlap with, a launch what its CTAs wait for each other at the end.
+No part was measured on a B200. The steady-state step takes the time of its busiest unit, or of the chain of one query
+tile (S, softmax, P V, the next S). The chain restarts only after its end. A work tile adds the part of its first
+softmax that overlaps with nothing. A launch adds the time that its CTAs wait for each other at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LIKE_OTHERS = "assumption, from what is measured on Ampere and Hopper"
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a B200, for a cycle and SM unless said."""
+    """Rates of a B200, per cycle and SM unless stated otherwise."""
 
     sms: int = _rate(148, "published microbenchmarks: 74 of the 80 of each die")
     mma_flop: int = _rate(8192, "2250 TFLOP/s over 148 SMs at 1.856 GHz; FlashAttention-4 paper")
@@ -79,13 +79,12 @@ class Rates:
 
     @property
     def clock(self) -> float:
-        """Return the cycles a second at which the dense rate is the published one; boost clocks are 1.85 to 1.965
-        GHz."""
+        """Cycles per second at which the dense rate equals the published one; boost clocks are 1.85 to 1.965 GHz."""
         return DENSE_BF16 / (self.sms * self.mma_flop)
 
     @property
     def timings(self) -> dict[str, Timing]:
-        """Say how long each opcode takes a warp that is alone on its sub-partition."""
+        """Duration of each opcode for a warp alone on its sub-partition."""
         return {
             "MUFU": Timing(self.mufu_latency, LANES * self.issue / self.mufu),
             "LDTM": Timing(self.tensor_load_latency, LANES * LANES * 4 * self.issue / self.tensor_load),
@@ -121,10 +120,10 @@ class KernelModel:
 
     steady: Step
     masked: Step
-    mma: float  # tensor cores of a step, if operands were there at once
-    drain: float  # of a work tile: from its first S to its first P, while the tensor cores have nothing
-    q_wait: float  # until its query tiles are there, beyond what that hides
-    store: float  # until tensor memory has been stored, beyond what that hides
+    mma: float  # tensor cores of a step, if operands were ready at once
+    drain: float  # of a work tile: from first S to first P, with the tensor cores idle
+    q_wait: float  # until the query tiles arrive, beyond the hidden part
+    store: float  # until tensor memory has been stored, beyond the hidden part
     keys: int  # of a step
 
     @property
@@ -133,14 +132,15 @@ class KernelModel:
 
 
 def kernel_model(does: Work, config: Sm100PrefillConfig, rates: Rates) -> KernelModel:
-    """Model how long a kernel takes that does this work."""
+    """Model the time of a kernel with this work."""
     steady, masked = (_step(does, stretch, config, rates) for stretch in (does.softmax, does.masked_softmax))
     drain = softmax_times(does.masked_softmax.code, rates).early + _handshakes(rates)
     score, value = _score_and_value(does, rates)
-    # The next Q is loaded from the last S on, and needed after the last softmax and one product with V.
+    # The load of the next Q starts at the last S. Q is needed after the last softmax and one product with V.
     q_bytes = Q_TILES * Q_TILE_ROWS * config.q_columns * ELEMENT_BYTES
     q_wait = rates.load_latency + q_bytes / rates.l2_bytes - (drain + value)
-    # O is stored from its last product on, and needed after the other tile's, the next S and its softmax.
+    # The store of O starts after its last product. Its tensor memory is needed again after the other tile's product,
+    # the next S and its softmax.
     store = Q_TILES * _cycles(does.store.code, rates) - (steady.cycles / Q_TILES + score + drain)
     mma = Q_TILES * sum(one.flop for one in does.products) / rates.mma_flop
     return KernelModel(steady, masked, mma, drain, max(q_wait, 0.0), max(store, 0.0), config.tile.n)
@@ -168,7 +168,7 @@ def _step(does: Work, softmax: Stretch, config: Sm100PrefillConfig, rates: Rates
     rescaling = rates.rescaling
 
     def lane_work(unit: str) -> float:
-        # Only machine code says which integer instructions are left and which maxima take three operands.
+        # Only machine code shows the remaining integer instructions and the maxima with three operands.
         parts = [
             stretch.sass if unit == ALU else stretch.ptx for stretch in (softmax, does.correction, does.calm_correction)
         ]
@@ -189,7 +189,8 @@ def _step(does: Work, softmax: Stretch, config: Sm100PrefillConfig, rates: Rates
         FMA: lane_work(FMA) / rates.fma,
         ALU: lane_work(ALU) / rates.alu,
         CONVERSION: lane_work(CONVERSION) / rates.conversion,
-        # A sub-partition has a warp of each softmax, one of correction, and the first also the one with the products.
+        # A sub-partition has a warp of each softmax and one of correction; the first also has the warp that issues
+        # products.
         ISSUE: Q_TILES * (len(softmax.code) + correction) + does.mma_issue,
         TENSOR_MEMORY: lanes * (loads / rates.tensor_load + stores / rates.tensor_store),
         L2: does.loaded_bytes / rates.l2_bytes,
@@ -199,7 +200,7 @@ def _step(does: Work, softmax: Stretch, config: Sm100PrefillConfig, rates: Rates
 
 
 class SoftmaxTimes(NamedTuple):
-    """Cycles from the wait for S to the arrivals that say that P is there: the early part, and all of it."""
+    """Cycles from the wait for S to the arrivals that publish P: the early part, and the whole."""
 
     early: float
     late: float
@@ -227,8 +228,10 @@ class WorkTile:
 
 
 def work_tiles(case: Prefill, rows: int, keys: int, section: int) -> Iterator[WorkTile]:
-    """Yield the work tiles in the order of the list that CTAs take them from (kernels/parts/partition/tiles.py): all
-    tiles of ``section`` heads of a request before the tiles of its next heads."""
+    """Yield the work tiles in the order of the CTAs' list (kernels/parts/partition/tiles.py).
+
+    All tiles of ``section`` heads of a request precede the tiles of its next heads.
+    """
     if case.window_left >= 0:
         raise ValueError(f"{case.name}: windows are not modelled")
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
@@ -243,17 +246,17 @@ def work_tiles(case: Prefill, rows: int, keys: int, section: int) -> Iterator[Wo
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a case, with the shares of the dense rate that are lost one after the other."""
+    """Prediction for a case, with the successive losses of the dense rate as shares."""
 
     case: Prefill
     kernel: KernelModel
     seconds: float
-    visible: float  # share of the products' FLOP that a mask does not hide
-    tensor_cores: float  # of the steps' time that the tensor cores multiply
-    in_steps: float  # of the work tiles' time that is steps
-    balance: float  # of the SMs' time until the last CTA ends that is work tiles
-    launch: float  # of the whole time that is before that
-    hbm: float  # of the whole time that reading and writing everything once takes
+    visible: float  # share of the products' FLOP that a mask leaves visible
+    tensor_cores: float  # share of the steps' time with the tensor cores busy
+    in_steps: float  # share of the work tiles' time that is steps
+    balance: float  # share of the SMs' time, until the last CTA ends, in work tiles
+    launch: float  # share of the whole time before that end
+    hbm: float  # share of the whole time to read and write everything once
 
     @property
     def tflops(self) -> float:
@@ -265,7 +268,7 @@ class Prediction:
 
 
 def predict(case: Prefill, kernel: KernelModel, rates: Rates = B200) -> Prediction:
-    """Predict how long ``case`` takes."""
+    """Predict the time of ``case``."""
     section = head_swizzle_heads(case.heads, case.kv_heads, rates.sms)
     tiles = list(work_tiles(case, Q_TILES * Q_TILE_ROWS, kernel.keys, section))
     masked, full = (sum(getattr(tile, kind) for tile in tiles) for kind in ("masked", "full"))
@@ -299,7 +302,7 @@ def cases() -> list[Prefill]:
 
 
 def config_of(case: Prefill, arch: str) -> Sm100PrefillConfig:
-    """Return the kernel of a case whose keys and values are not in pages."""
+    """Return the kernel of a case with contiguous keys and values."""
     if arch not in BLACKWELL:
         raise ValueError(f"{arch} has no tensor memory; modelled are {', '.join(BLACKWELL)}")
     dtype, mask = DTYPES[torch.bfloat16], MaskKind.CAUSAL if case.causal else MaskKind.FULL
@@ -308,7 +311,7 @@ def config_of(case: Prefill, arch: str) -> Sm100PrefillConfig:
 
 @dataclass(frozen=True)
 class OtherShare(Sm100PrefillConfig):
-    """A kernel with another share of polynomials."""
+    """A kernel with a different share of exponentials evaluated as polynomials."""
 
     eighths: int = 0
 

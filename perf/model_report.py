@@ -23,7 +23,7 @@ from hopwell.perf.model import (
 )
 from hopwell.perf.prefill_workloads import Prefill
 
-SHARES = range(6)  # eighths of the exponentials
+SHARES = range(6)  # eighths of exp2 evaluated as polynomials
 DIMS_CASES = ("P1", "P6", "P7")  # one for each head dim
 
 _INTRODUCTION = f"""# Blackwell prefill on a B200: a model, not a measurement
@@ -189,7 +189,7 @@ def _variations(known: Iterable[tuple[Prefill, Work]], arch: str, rates: Rates) 
 
 
 def rate_table(rates: Rates) -> str:
-    """Tabulate every rate and where it is from."""
+    """Return a table of every rate and its source."""
     clock = [
         "clock",
         f"{rates.clock / 1e9:.3f} GHz",

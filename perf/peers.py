@@ -1,4 +1,4 @@
-"""What candidates that other projects are have in common."""
+"""Code shared by candidates of other projects."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WORKSPACE_BYTES = 1 << 30
 
 
 def flashinfer() -> Any:
-    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # its libraries look for it among what is loaded
+    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # its libraries look for it among the loaded ones
     import flashinfer as peer
 
     return peer
 
 
-# The arguments of sglang-kernel's operator, in their order, and what they are where nothing is said.
+# The arguments of sglang-kernel's operator, in order, with their defaults.
 FA3_ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "q_v", "out")),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k")),
@@ -42,7 +42,7 @@ FA3_ARGUMENTS: dict[str, Any] = {
 
 
 def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
-    """Return a call of FlashAttention 3 as sglang-kernel has it. Its own wrappers would check and copy in each call."""
+    """Return a call of FlashAttention 3 from sglang-kernel. Its own wrappers would check and copy in each call."""
     from sgl_kernel import flash_attn  # noqa: F401  (registers the operator)
 
     given = dict(q=q, k=k, v=v, **options)
@@ -55,7 +55,7 @@ def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **optio
 
 
 def flash_mla() -> Any:
-    """Return FlashMLA as sglang-kernel has it."""
+    """Return FlashMLA from sglang-kernel."""
     from sgl_kernel import flash_mla as peer
 
     return peer
@@ -66,5 +66,5 @@ def peer_workspace() -> torch.Tensor:
 
 
 def for_pages(name: str, make: Callable[[int], Candidate], *page_sizes: int) -> dict[str, Candidate]:
-    """Return the candidates of these page sizes, by their titles."""
+    """Return a candidate for each of these page sizes, by title."""
     return {f"{name}, pages of {size}": make(size) for size in page_sizes}

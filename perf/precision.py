@@ -1,4 +1,4 @@
-"""Cases that are the same but for the bits of their operands, as the ends of their names say."""
+"""Cases that differ only in the bits of their operands; the ends of their names give the precision."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ PARTS_OF_FILES = {SIXTEEN_BITS: "", E4M3: "-fp8", NVFP4: "-nvfp4"}  # of plots
 
 
 def precision(name: str) -> str:
-    """Return the precision of a case by its name."""
+    """Return the precision of a case, from its name."""
     return _split(name)[1]
 
 
 def wide_name(name: str) -> str:
-    """Return the name of the case that has 16 bits in place of fewer."""
+    """Return the name of the same case in 16 bits."""
     return _split(name)[0]
 
 
 def by_precision(titles: Iterable[str]) -> dict[str, list[str]]:
-    """Return the titles of cases by their precision, the widest first, without precisions that no case has."""
+    """Group the titles of cases by precision, the widest first, without empty groups."""
     groups: dict[str, list[str]] = {SIXTEEN_BITS: [], E4M3: [], NVFP4: []}
     for title in titles:
         groups[precision(name_of(title))].append(title)

@@ -13,7 +13,7 @@ from hopwell.perf.results import Labels
 
 
 def _host_calls() -> Mapping[str, Call]:
-    """Return a warm call of each entry, with a problem too small to keep the GPU busy for longer than the host."""
+    """Return a warm call of each entry, with a problem small enough that the host takes longer than the GPU."""
     sizes = ("host", "1 x 64", (64,), (64,), 4, 4, 128, 128)
     causal, full = (Tensors(Prefill(*sizes, causal=is_causal)) for is_causal in (True, False))
     return {

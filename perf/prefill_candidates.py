@@ -1,7 +1,6 @@
-"""Implementations of prefill to compare: each takes a workload's tensors and gives a function that fills an output and
-returns it.
+"""Implementations of prefill to compare: each maps a workload's tensors to a call that fills and returns an output.
 
-A candidate raises where it cannot run a workload; the run records why.
+A candidate raises for workloads that it cannot run; the run records the reason.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from hopwell.perf.peers import flash_attention_3, flashinfer, for_pages, peer_wo
 from hopwell.perf.prefill_workloads import Tensors
 from hopwell.perf.quantized import BF16, E4M3
 
-GROUP = 64  # queries that decide together what to leave out
+GROUP = 64  # queries that decide together which keys to skip
 LARGEST_E4M3 = 448.0
 
 Lengths = tuple[torch.Tensor, int, int, float, float, int, torch.Tensor, torch.Tensor]
 
 
 def _lengths(t: Tensors) -> Lengths:
-    """Return what the two TensorRT-LLM entries take from ``seq_lens`` to ``cum_seq_lens_kv``."""
+    """Return the arguments of the two TensorRT-LLM entries from ``seq_lens`` to ``cum_seq_lens_kv``."""
     work = t.work
     bounds = max(work.q_lens), max(work.kv_lens)
     return t.kv_lens, *bounds, work.scale, 1.0, work.batch, t.q_starts, t.kv_starts
 
 
 def _fmha_v2(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *qkv: Any, table: Any) -> partial[Any]:
-    """Return a call of hopwell's function or of the one that it stands in for. ``qkv`` is followed by its layout."""
+    """Return a call of hopwell's function or of its FlashInfer counterpart. ``qkv`` is followed by its layout."""
     work = t.work
     return partial(
         function,
@@ -123,7 +122,7 @@ def hopwell_paged(page_size: int) -> Candidate:
 
 
 def left_out(t: Tensors) -> str:
-    """Say how much of what there is to visit skip-softmax leaves out, where it may."""
+    """Return the share of visited keys that skip-softmax leaves out, or "" without skip-softmax."""
     if not t.work.skip_softmax:
         return ""
     call = hopwell_dense(t)
@@ -172,7 +171,7 @@ def fa4(page_size: int | None = None) -> Candidate:
 
 
 def fa3(page_size: int | None = None) -> Candidate:
-    """Prepare FlashAttention 3, one split of the keys, as it is fastest for long queries."""
+    """Prepare FlashAttention 3 with one split of the keys, its fastest setting for long queries."""
 
     def prepare(t: Tensors) -> Call:
         _only_one_dtype(t)
@@ -205,7 +204,7 @@ def fa3(page_size: int | None = None) -> Candidate:
 
 
 def sdpa(backend: str) -> Candidate:
-    """Prepare torch's attention through one of its back ends, an element of ``SDPBackend``."""
+    """Prepare torch's attention through one of its backends, an element of ``SDPBackend``."""
 
     def prepare(t: Tensors) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -229,9 +228,10 @@ def sdpa(backend: str) -> Candidate:
 
 
 def cudnn_fp8_graph(t: Tensors) -> Call:
-    """Prepare cuDNN's attention in e4m3 as its front end builds it, without another library between.
+    """Prepare cuDNN's e4m3 attention directly from its frontend.
 
-    The output is in bfloat16 on cards where cuDNN has that for e4m3, and in e4m3 on Hopper, where it refuses any other.
+    The output is bfloat16 on cards where cuDNN supports that for e4m3. On Hopper it is e4m3, since cuDNN refuses any
+    other.
     """
     work = t.work
     if work.q_dtype is not E4M3 or work.kv_dtype is not E4M3:
@@ -256,7 +256,7 @@ def _cudnn_fp8_graph(cudnn: Any, t: Tensors, out: torch.Tensor) -> Call:
         handle=handle,
     )
     q, k, v, o = (x.unflatten(0, (t.work.batch, -1)).transpose(1, 2) for x in (t.q, t.k, t.v, out))
-    # Weights are at most 1, and are scaled so that e4m3 resolves small ones best. All else is in its own unit.
+    # Weights are at most 1, and their scale gives small weights the best e4m3 resolution. All other scales are 1.
     values = dict.fromkeys(("descale_q", "descale_k", "descale_v", "scale_o"), 1.0)
     values |= {"scale_s": LARGEST_E4M3, "descale_s": 1 / LARGEST_E4M3}
     scales = {name: torch.full((1, 1, 1, 1), value, device=t.device) for name, value in values.items()}
@@ -265,8 +265,8 @@ def _cudnn_fp8_graph(cudnn: Any, t: Tensors, out: torch.Tensor) -> Call:
         name: graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=names[x.dtype])
         for name, x in inputs.items()
     }
-    # Without a prefix, causal masks from the top left and the bottom right agree; Hopper has the former. The largest
-    # weight and the largest output are no outputs of the graph: a kernel that finds them has more to do.
+    # Without a prefix, causal masks aligned top left and bottom right agree; Hopper supports the former. The largest
+    # weight and the largest output are not outputs of the graph, because a kernel that computes them does more work.
     attention = graph.sdpa_fp8(
         **declared, attn_scale=t.work.scale, use_causal_mask=t.work.causal, generate_stats=False
     )[0]
@@ -276,7 +276,7 @@ def _cudnn_fp8_graph(cudnn: Any, t: Tensors, out: torch.Tensor) -> Call:
     workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=t.device)
 
     def call() -> torch.Tensor:
-        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)  # that of a capture is another
+        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)  # a capture has another stream
         graph.execute(pack, workspace, handle=handle)
         return out
 
@@ -324,8 +324,9 @@ def flashinfer_cudnn(page_size: int | None = None) -> Candidate:
 
 
 def flashinfer_planned(page_size: int | None = None, *, backend: str) -> Candidate:
-    """Prepare a backend of FlashInfer, planned once as its wrappers ask for: fa3 for Hopper, fa2 with mma.sync for
-    others."""
+    """Prepare a backend of FlashInfer, planned once as its wrappers require: fa3 for Hopper, fa2 with mma.sync
+    elsewhere.
+    """
 
     def prepare(t: Tensors) -> Call:
         if backend == "fa2":
@@ -344,7 +345,7 @@ def flashinfer_planned(page_size: int | None = None, *, backend: str) -> Candida
             window_left=work.window_left,
         )
         sizes = (work.heads, work.kv_heads, work.head_dim)
-        # The peer takes scales of queries, keys and values of 8 bits by head.
+        # The peer takes a scale per head for 8-bit queries, keys and values.
         counts = (work.heads, work.kv_heads, work.kv_heads) if t.dtype is not BF16 else ()
         scales = [torch.ones(count, device=t.device) for count in counts]
         if page_size is None:

@@ -1,4 +1,4 @@
-"""What prefill is measured with: shapes of real models, in random data."""
+"""Workloads of prefill: shapes of real models, with random data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hopwell.perf.quantized import (
     stored,
 )
 
-STRETCH = 512  # of keys that are negligible, or not
-NEEDED = 4  # one stretch in so many is not
+STRETCH = 512  # keys in a stretch, either all negligible or all needed
+NEEDED = 4  # one stretch in this number is needed
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Prefill:
     skip_softmax: float = 0.0  # keys whose weight is below this factor / kv_len may be left out
     q_dtype: torch.dtype = BF16
     kv_dtype: torch.dtype = BF16
-    series: str = ""  # what it has in common with the other points of a plot's line
+    series: str = ""  # common to the points of a plot's line
 
     @property
     def x(self) -> int:
@@ -74,19 +74,20 @@ class Prefill:
 
     @property
     def uniform(self) -> bool:
-        """Tell whether all requests have one length and no cached prefix, so that tensors can be [batch, length,
-        ...]."""
+        """Whether all requests have one length and no cached prefix, so that tensors can be [batch, length, ...]."""
         return len({*self.q_lens, *self.kv_lens}) == 1
 
     @property
     def work(self) -> float:
-        """Count the FLOP of both matrix products, visible keys only; the diagonal of a causal mask counts half."""
+        """FLOP of both matrix products, visible keys only; the diagonal of a causal mask counts half."""
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.q_lens, self.kv_lens))
 
     @property
     def demand(self) -> dict[str, float]:
-        """Count both products, and query and output, keys and values once. Values of negligible keys may be left
-        out."""
+        """Demand of both products in FLOP, and of query, output, keys and values in bytes, each once.
+
+        Values of negligible keys may be left out.
+        """
         values = self.v_head_dim / (NEEDED if self.skip_softmax else 1)
         q_bytes, kv_bytes = ELEMENT_BYTES[self.q_dtype], ELEMENT_BYTES[self.kv_dtype]
         queries = self.tokens * self.heads * (q_bytes * self.head_dim + ELEMENT_BYTES[BF16] * self.v_head_dim)
@@ -103,7 +104,7 @@ class Prefill:
             return q_len * kv_len
         all_keys = q_len * (kv_len - q_len) + q_len * q_len / 2
         hidden_rows = max(kv_len - self.window_left - 1, 0) if self.window_left >= 0 else 0
-        # Row t sees kv_len - q_len + t + 1 keys; a window takes the excess over window_left + 1 away.
+        # Row t sees kv_len - q_len + t + 1 keys; a window removes the excess over window_left + 1.
         first = max(hidden_rows - q_len, 0)
         return all_keys - (hidden_rows * (hidden_rows + 1) - first * (first + 1)) / 2
 
@@ -133,7 +134,7 @@ def _mixed(name: str, batch: int, shortest: int, longest: int, sizes: Sizes) -> 
 
 
 LENGTHS = tuple(512 << i for i in range(7))  # 512 to 32768
-TOKENS = 16384  # of all requests together, or of one that is longer
+TOKENS = 16384  # of all requests together, or of one longer request
 
 
 def _lengths(sizes: Sizes) -> list[Prefill]:
@@ -196,7 +197,7 @@ class Tensors:
             )
         )
         if work.skip_softmax:
-            # Logits of a standard deviation of 6 in a stretch that is needed, and of next to nothing in the others.
+            # Logits have a standard deviation of 6 in a needed stretch, and of almost zero in the others.
             stretch = torch.arange(work.kv_tokens, device=device) // STRETCH
             k *= torch.where(stretch % NEEDED == 0, 6.0, 0.01)[:, None, None]
         self.q = q.to(work.q_dtype)
@@ -212,11 +213,11 @@ class Tensors:
         self._pages: dict[int, CachePages] = {}
 
     def output(self) -> torch.Tensor:
-        """Allocate an output in bfloat16, whatever the inputs are in."""
+        """Allocate an output in bfloat16, for inputs of any type."""
         return torch.empty(self.work.tokens, self.work.heads, self.work.v_head_dim, dtype=BF16, device=self.device)
 
     def pages(self, page_size: int) -> CachePages:
-        """Return the cache, with V's block scales by four tokens where there are any."""
+        """Return the cache; block scales of V, if any, are interleaved by four tokens."""
         if page_size not in self._pages:
             lengths = self.work.kv_lens
             self._pages[page_size] = cache_pages(self._key, self._value, lengths, page_size, interleaves=True)

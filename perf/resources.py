@@ -24,8 +24,11 @@ HEADERS = ["kernel", "registers", "stack, bytes", "spills", "of them in a step",
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler has given a kernel. Spills count instructions that store or load a register; those of a step
-    are in a loop that multiplies, in the one with most."""
+    """Resources that the assembler assigned to a kernel.
+
+    Spills count instructions that store or load a spilled register. Step spills count only loops that multiply, and
+    take the loop with the most.
+    """
 
     registers: int
     stack: int
@@ -45,14 +48,14 @@ class Resources:
 
 
 def shipped(arch: str, pattern: str = "") -> Iterator[KernelConfig]:
-    """Yield the attention kernels that are compiled ahead for ``arch`` and have a name that ``pattern`` matches."""
+    """Yield the attention kernels compiled ahead for ``arch`` whose names match ``pattern``."""
     for config in kernels_to_ship(arch, PREFILL_TYPES):
         if isinstance(config, KernelConfig) and re.search(pattern, config.name):
             yield config
 
 
 def table(configs: Iterable[KernelConfig]) -> str:
-    """Return a table with a row for each kernel, which is compiled if it has not been yet."""
+    """Return a table with a row for each kernel, compiling kernels as needed."""
     rows = []
     for config in configs:
         has, (kernel, _) = Resources.of(artifact(config).cubin), build(config)

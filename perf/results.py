@@ -1,4 +1,4 @@
-"""A run's file: what was measured, on what; as JSON, as Markdown tables, as plots."""
+"""A run's file: the figures, and the GPU and versions behind them, as JSON, Markdown tables and plots."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ PACKAGES = (
     "sglang-kernel",
     "nvidia-cudnn-frontend",
 )
-SETTINGS = ("HOPWELL_KERNELS",)  # variables of the environment that change what is measured
+SETTINGS = ("HOPWELL_KERNELS",)  # environment variables that change the measured kernels
 
 
 ROOFLINE = "roofline"
 OVER_PEER, OVER_WIDE = "best of hopwell / best peer", "the same form / its 16 bits"
 ERROR_UNIT, ERROR_TITLE = 1e-3, "relative error, 1e-3"
 CASES_IN_ROW = 6  # of bars
-FEWEST_IN_ROW = 4  # for which there is room, as a title takes it
+FEWEST_IN_ROW = 4  # bars whose width a title needs
 SERIES_IN_ROW = 3
 LEGEND_WIDTH = 2.5  # inches
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What the tables and plots of a family of workloads say."""
+    """Labels of the tables and plots of a family of workloads."""
 
     family: str  # in lower case also the name of its files
     unit: str
     counting: str  # how the unit is counted
-    x: str  # what the cases of a series differ in
-    ceilings: Sequence[str]  # whose rates tell the floor of a case; no candidates
+    x: str  # the size in which cases of a series differ
+    ceilings: Sequence[str]  # their rates give the floor of a case; they are no candidates
 
 
 @dataclass
@@ -53,11 +53,11 @@ class Row:
     candidate: str
     series: str = ""
     x: int = 0
-    milliseconds: float | None = None  # of a ceiling: what the case takes at its rate
+    milliseconds: float | None = None  # of a ceiling: time of the case at its rate
     rate: float | None = None  # in the family's unit
     error: float | None = None  # relative, against float64
-    failure: str | None = None  # why there are no figures
-    remark: str = ""  # of how it was computed
+    failure: str | None = None  # the reason for missing figures
+    remark: str = ""  # on the computation
 
 
 @dataclass
@@ -94,8 +94,7 @@ class Run:
         return Run(torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), versions, labels, settings=settings)
 
     def resumes(self, earlier: Run) -> Run:
-        """Return the earlier run, to which cases are added that were measured in another process on the same kind of
-        GPU.
+        """Return the earlier run with room for further cases, measured in another process on the same kind of GPU.
 
         Raises:
             ValueError: the earlier run is of another GPU, or of other versions or settings.
@@ -108,7 +107,9 @@ class Run:
         return replace(earlier, date=", ".join(dates))
 
     def sort(self, workloads: Sequence[str]) -> None:
-        """Put the rows in the order of these workloads, whenever each was measured; unknown ones come last."""
+        """Sort the rows by the order of these workloads, regardless of the time of measurement; unknown
+        ones come last.
+        """
         places = {title: place for place, title in enumerate(workloads)}
         self.rows.sort(key=lambda row: places.get(row.workload, len(places)))
 
@@ -118,7 +119,7 @@ class Run:
         return Run(**(raw | {"labels": Labels(**raw["labels"]), "rows": [Row(**row) for row in raw["rows"]]}))
 
     def write(self, path: Path) -> None:
-        """Write the figures alone, as JSON."""
+        """Write only the figures, as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
@@ -140,7 +141,7 @@ class Run:
 
     @property
     def _measured(self) -> list[str]:
-        """Return the measured candidates, in the order of the rows: not each is measured in the first case."""
+        """Measured candidates in the order of the rows; the first case may not have all of them."""
         measured = {row.candidate for row in self.rows if row.rate}
         return list(dict.fromkeys(row.candidate for row in self.rows if row.candidate in measured))
 
@@ -150,11 +151,11 @@ class Run:
 
     @property
     def alone(self) -> list[str]:
-        """Return the titles of the workloads that belong to no series."""
+        """Titles of the workloads outside any series."""
         return list(self._workloads())
 
     def _workloads(self, series: str = "") -> dict[str, int]:
-        """Return the titles of the workloads of a series, or of those that stand alone, and their place on its axis."""
+        """Return the titles of the workloads of a series, or of workloads outside any, and their place on its axis."""
         return {row.workload: row.x for row in self.rows if row.series == series}
 
     def rate(self, workload: str, candidate: str) -> float | None:
@@ -162,7 +163,7 @@ class Run:
         return None if row is None else row.rate
 
     def roofline(self, workload: str) -> float | None:
-        """Return the rate of a case that takes its floor, the longest time of a ceiling."""
+        """Return the rate of a case at its floor, the longest time of a ceiling."""
         return min(filter(None, (self.rate(workload, name) for name in self.ceilings)), default=None)
 
     def _microseconds(self, workload: str, candidate: str) -> float | None:
@@ -207,8 +208,10 @@ class Run:
         return "\n\n".join(parts) + "\n"
 
     def summary(self, workloads: Sequence[str]) -> str:
-        """Return a table of some workloads with one row for each peer, its best form, errors of narrow ones, and the
-        list of them."""
+        """Return a table of some workloads with one row for each peer's best form.
+
+        Errors of narrow precisions and the list of peers follow.
+        """
         headers = [name_of(title) for title in workloads]
         rates = self._shown(workloads) | self._rooflines(workloads)
         table = _table(self.labels.unit, rates, headers, ratios=self._ratios(workloads))
@@ -224,15 +227,14 @@ class Run:
         return _table(self.labels.unit, rates, headers, ratios=self._ratios(workloads))
 
     def _ratios(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
-        """Return what the best form of ours is of the best peer, and of itself in 16 bits, where these were
-        measured."""
+        """Return our best form's rate over the best peer's, and over its own in 16 bits, if measured."""
         rates = self._rates(workloads)
         best = [colors.ratio(rates, at) for at in range(len(workloads))]
         over_peers = [found and found[1] for found in best]
         return _measured_rows({OVER_PEER: over_peers, OVER_WIDE: [self._over_wide(each) for each in workloads]})
 
     def _over_wide(self, workload: str) -> float | None:
-        """Return how many times as fast the best form of ours is as the same form in 16 bits."""
+        """Return the speed of our best form relative to the same form in 16 bits."""
         name = wide_name(name_of(workload))
         wide = next((title for title in self.alone if name_of(title) == name), None)
         best = colors.best_of_ours(self._rates([workload]), 0)
@@ -242,8 +244,10 @@ class Run:
         return wide_time / narrow_time if narrow_time and wide_time else None
 
     def _error_table(self, workloads: Sequence[str], headers: Sequence[object], *, of_all_forms: bool = False) -> str:
-        """Return the table of relative errors of what has a rate, against float64, or of the largest of all forms of a
-        candidate; nothing where none were measured."""
+        """Return the table of relative errors of all measured rows, against float64; an empty string if none has one.
+
+        With ``of_all_forms``, a row shows the largest error of all forms of a candidate.
+        """
         errors: dict[str, list[float | None]] = {}
         for name in self.candidates:
             found = [_error(self._row(each, name)) for each in workloads]
@@ -264,13 +268,15 @@ class Run:
         return {name: [self.rate(workload, name) for workload in workloads] for name in self.candidates}
 
     def _rooflines(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
-        """Return each ceiling's rates of the workloads, by title; nothing without ceilings. One alone has its own name:
-        it may not be the one that decides."""
+        """Return each ceiling's rates of the workloads, by title; nothing without ceilings.
+
+        A single ceiling keeps its own name, because it may not be the deciding one.
+        """
         titles = self.ceilings if len(self.ceilings) < 2 else [ROOFLINE]
         return {title: [self.roofline(workload) for workload in workloads] for title in titles}
 
     def _failures(self) -> list[str]:
-        """Return a line for all candidates that failed on the same cases in the same way."""
+        """Return one line for all candidates that failed in the same way on the same cases."""
         cases: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.failure:
@@ -298,7 +304,7 @@ class Run:
         palette = colors.colors(list(shown))
         width = 0.85 / len(shown)
         for at, workload in enumerate(workloads):
-            # What a candidate cannot run leaves no gap.
+            # A candidate that cannot run a case leaves no gap.
             present = {name: rate for name, rates in shown.items() if (rate := rates[at])}
             for index, (name, rate) in enumerate(present.items()):
                 place = at + (index - (len(present) - 1) / 2) * width
@@ -313,7 +319,9 @@ class Run:
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
 
     def _annotate(self, axes: Any, workload: str, end: tuple[float, float], ratio: tuple[str, float] | None) -> None:
-        """Write at the end of a bar what ours is of the best peer, or, where there is none, of its 16 bits."""
+        """Write the ratio to the best peer at the end of a bar, or, without a peer, the ratio to the same form in 16
+        bits.
+        """
         over_wide = self._over_wide(workload)
         if ratio is None and over_wide is None:
             return
@@ -333,7 +341,7 @@ class Run:
             shown = colors.shown(self._rates(list(points)))
             palette = colors.colors(list(shown))
             for name, rates in shown.items():
-                # Ours are drawn above peers, whose lines may lie on them.
+                # Our lines are drawn above peers' lines, which may coincide with them.
                 _line(axes, points, rates, label=name, color=palette[name], marker=".", zorder=2 + colors.is_ours(name))
             for title, rates in self._rooflines(list(points)).items():
                 _line(axes, points, rates, label=title, color="black", linestyle="dashed")
@@ -350,7 +358,7 @@ class Run:
         drawn: dict[str, Any] = {}
         top = max(axes.get_ylim()[1] for axes in figure.axes)
         for axes in figure.axes:
-            if axes.patches:  # bars are compared by their lengths; lines begin where they differ
+            if axes.patches:  # readers compare bars by length; lines may begin at any value
                 axes.set_ylim(0, top)
             axes.grid(axis="y", alpha=0.3)
             drawn |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -373,7 +381,7 @@ Figures = Mapping[str, Sequence["float | None"]]
 
 
 def _measured_rows(rows: Figures) -> dict[str, list[float | None]]:
-    """Return the rows that have a figure."""
+    """Return the rows with at least one figure."""
     return {name: list(row) for name, row in rows.items() if any(each is not None for each in row)}
 
 
@@ -382,13 +390,13 @@ def _listed(titles: Sequence[str]) -> str:
 
 
 def _table(title: str, rows: Figures, headers: Sequence[object], digits: int = 0, ratios: Figures | None = None) -> str:
-    """Return a table of figures, below which are ratios with two digits behind the point."""
+    """Return a table of figures, and below them ratios with two decimal digits."""
     from tabulate import tabulate
 
     cells = [_cells(name, row, digits) for name, row in rows.items()]
     cells += [_cells(name, row, 2) for name, row in (ratios or {}).items()]
     alignment = ("left", *["right"] * len(headers))
-    # Figures are text here: as numbers, tabulate would lose their last zeros.
+    # Figures are text here, because tabulate would drop trailing zeros of numbers.
     return tabulate(cells, [title, *map(str, headers)], tablefmt="github", colalign=alignment, disable_numparse=True)
 
 
@@ -397,14 +405,14 @@ def _cells(name: str, row: Sequence[float | None], digits: int) -> list[str]:
 
 
 def _in_rows(items: Sequence[str], most: int) -> list[Sequence[str]]:
-    """Return rows of ``most`` items or less, as even as can be."""
+    """Return rows of at most ``most`` items, as even as possible."""
     count = -(-len(items) // most)
     size = -(-len(items) // count)
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _panels(count: int, columns: int, width: float) -> tuple[Any, list[Any]]:
-    """Make a figure with room for a legend, and its axes, row by row."""
+    """Make a figure with room for a legend, and return its axes, row by row."""
     import matplotlib
 
     matplotlib.use("Agg")

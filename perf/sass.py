@@ -1,8 +1,8 @@
-"""Machine code of a cubin, and how long one warp takes for a stretch of it.
+"""Machine code of a cubin, and the time of one warp for a stretch of it.
 
-A SASS instruction says itself how it was scheduled: the upper bits of its 128 have the cycles until the next may issue,
-and which of six scoreboards it sets and waits for. That layout is not documented by NVIDIA; it is the one that
-CuAssembler and others have found for Volta to Ampere, and what ptxas 13 writes for sm_100a reads sensibly with it.
+A SASS instruction encodes its own scheduling in the upper bits of its 128: the cycles until the next issue, and which
+of six scoreboards it sets and waits for. NVIDIA does not document this layout. CuAssembler and others found it for
+Volta to Ampere, and ptxas 13 output for sm_100a decodes sensibly with it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Sass:
 
     @property
     def root(self) -> str:
-        """Return the opcode without its modifiers."""
+        """Opcode without its modifiers."""
         return self.op.partition(".")[0]
 
     @property
     def falls_through(self) -> bool:
-        """Tell whether the next instruction may be the next one in the code."""
+        """Whether the next instruction in the code may execute next."""
         if self._parts["guard"] is not None:
             return True
         # A branch on a uniform predicate names it among its operands.
@@ -66,12 +66,12 @@ class Sass:
 
     @property
     def sets(self) -> int | None:
-        """Return the scoreboard that tells when the result is there."""
+        """Scoreboard that signals the result."""
         return self._scoreboard(5)
 
     @property
     def reads(self) -> int | None:
-        """Return the scoreboard that tells when the operands have been read."""
+        """Scoreboard that signals that the operands have been read."""
         return self._scoreboard(8)
 
     @property
@@ -90,7 +90,7 @@ def disassemble(cubin: Path) -> list[Sass]:
 
 
 def cuda_tool(name: str) -> str:
-    """Find a disassembler, of its pip package or else of an installed CUDA toolkit.
+    """Find a disassembler in its pip package, or else in an installed CUDA toolkit.
 
     Raises:
         MissingError: neither has it.
@@ -107,7 +107,7 @@ def cuda_tool(name: str) -> str:
 
 
 def parse(listing: str) -> list[Sass]:
-    """Return the instructions of what ``nvdisasm -hex`` prints for one kernel."""
+    """Return the instructions from the output of ``nvdisasm -hex`` for one kernel."""
     labels: dict[str, int] = {}
     texts: list[str] = []
     controls: list[int] = []
@@ -122,7 +122,7 @@ def parse(listing: str) -> list[Sass]:
 
 
 def _target(text: str, labels: Mapping[str, int]) -> int:
-    """Say where a branch goes. Warps that wait for each other, and calls, come back to the next instruction."""
+    """Return the target of a branch. Convergence waits and calls return to the next instruction."""
     named = _TARGET.search(text) if re.search(r"\bBRA\b", text) else None
     return labels[named[1]] if named else -1
 
@@ -137,14 +137,14 @@ def sass_loops(code: Sequence[Sass]) -> list[Loop]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Timing of an instruction whose duration ptxas leaves to a scoreboard, in cycles of one warp."""
+    """Timing of an instruction of variable latency (signalled by a scoreboard), in cycles of one warp."""
 
-    latency: float  # until its result is there
-    busy: float = 1.0  # until its unit takes the next one
+    latency: float  # until the result is available
+    busy: float = 1.0  # until the unit accepts the next one
 
 
 def issue_times(code: Iterable[Sass], timings: Mapping[str, Timing], otherwise: Timing) -> list[float]:
-    """Say when each instruction issues if one warp executes ``code`` in order, alone on its scheduler."""
+    """Return the issue time of each instruction when one warp executes ``code`` in order, alone on its scheduler."""
     ready, free = [0.0] * 6, dict.fromkeys(timings, 0.0)
     now, times = 0.0, []
     for one in code:

@@ -1,24 +1,23 @@
 """A performance model of kernels that multiply with mma.sync on sm_120: what published rates allow a compiled loop.
 
-No such card was at hand, and nothing here was measured on one. A step of the loop takes as long as the busiest unit of
-a multiprocessor. Assumptions:
+No sm_120 card was available, so no figure was measured on one. A step of the loop takes the time of the busiest unit of
+an SM. Assumptions:
 
-* Enough warps are resident that latencies, and waits for each other, are hidden; so the model says what is possible.
-* Every warp that multiplies runs the loop once a step, and so do those that convert K and V for prefill. Warps that
-  load cost nothing, nor does the one that widens keys of MLA.
-* The units are those of the CUDA programming guide, at the rates of compute capability 12.0, and run side by side.
-* ldmatrix, loads, stores and what TMA writes share one port of shared memory, without bank conflicts.
-* Conversions from e4m3 to 16 bits run at a third of the rate of others. A Hopper GPU has no product of e4m3 for one
-  warp and converts instead, at half of the speed that the other rate allows; this one is chosen so that as large a part
-  of a step as in 16 bits stays unhidden there.
-* Numbers of multiprocessors, clocks and FLOP a cycle are assumed so that their products are the published TFLOP/s. How
-  many multiprocessors and which clock make up a product does not matter: a step is counted in cycles of one
-  multiprocessor, and only the bytes of memory that it gets in a cycle, bandwidth / (multiprocessors x clock), depend on
-  them. The clock does not fall under load.
+* Enough warps are resident to hide latencies and waits for each other, so the model gives an upper bound of the rate.
+* Every warp that multiplies runs the loop once a step, and so does every warp that converts K and V for prefill. Warps
+  that load cost nothing. The warp that dequantizes MLA keys costs nothing either.
+* The units are listed in the CUDA programming guide, have the rates of compute capability 12.0, and run side by side.
+* ldmatrix, loads, stores and TMA writes share one port of shared memory, without bank conflicts.
+* Conversions from e4m3 to 16 bits run at a third of the rate of other conversions. A Hopper GPU does not have an e4m3
+  product for one warp and converts instead. It reaches half of the speed that the full rate would allow. With a third
+  of the rate, the unhidden part of a step on Hopper is as large as in 16 bits.
+* The assumed numbers of SMs, clocks and FLOP per cycle have the published TFLOP/s as their product. The split between
+  SMs and clock does not matter, because a step is counted in cycles of one SM. Only the bytes of memory per SM and
+  cycle, bandwidth / (SMs x clock), depend on their product. The clock does not fall under load.
 * GeForce halves products of 16 and 8 bits that accumulate in float32, and does not halve block-scaled ones.
-* What a step loads comes from memory if ``streams``, as in decode; otherwise from the L2 cache, which is not modelled.
-  Decode then reaches the share of the bandwidth that is listed: less than all of it where another unit is busier than
-  memory. Enough loads are under way, and what merges and the ends of requests cost is not counted.
+* The data of a step comes from memory if ``streams``, as in decode; otherwise from the L2 cache, which is not modelled.
+  Decode then reaches the listed share of the bandwidth, less than all of it if another unit is busier than memory.
+  Enough loads are in flight. The cost of combines and of the ends of requests is not counted.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from hopwell.perf.sass import Sass, disassemble, sass_loops
 MEMORY = "memory"
 UNPACKING = "unpacking of e4m3"
 PLAIN_16, PLAIN_8, SCALED_8, SCALED_4 = "16-bit", "8-bit", "block-scaled 8-bit", "block-scaled 4-bit"
-SHARED_BYTES = 128  # a cycle
+SHARED_BYTES = 128  # per cycle
 LANE_RATES = {MUFU: 16, FMA: 128, ALU: 64, CONVERSION: 64, UNPACKING: 64 / 3}  # a cycle
-ISSUE_RATE = 4  # instructions a cycle
+ISSUE_RATE = 4  # instructions per cycle
 
 _PRODUCT = re.compile(r"(?P<kind>[HQO]MMA)(?P<scaled>\.SF)?\.168(?P<depth>\d+)")
 _SHARED_ACCESS = re.compile(r"(?P<op>LDSM|STSM|LDS|STS)\b(?P<rest>\S*)")
@@ -54,13 +53,16 @@ _SCALED = {SCALED_8: 2048, SCALED_4: 4096}
 
 @dataclass(frozen=True)
 class Card:
-    """A card and its rates. ``sms``, ``clock`` and ``products``, the FLOP a cycle and multiprocessor by kind, are
-    assumptions that give the published TFLOP/s."""
+    """A card and its rates.
+
+    ``sms``, ``clock`` and ``products``, the FLOP per cycle and SM by kind, are assumptions that give the published
+    TFLOP/s.
+    """
 
     name: str
     sms: int
     clock: float  # Hz
-    memory_bytes: float  # a second
+    memory_bytes: float  # per second
     products: Mapping[str, int]
     published: str
 
@@ -102,7 +104,7 @@ CARDS = (
     ),
 )  # fmt: skip
 
-# Compiled for Hopper, the same loops can be measured against what the model says of them.
+# A Hopper GPU can run the same loops, compiled for Hopper, to check the model.
 HOPPER_CARD = Card(
     "H200", 132, 1.98e9, 4800e9, {PLAIN_16: 2048},
     "4800 GB/s and 1.98 GHz. Assumed: mma.sync has half of the rate of a warpgroup's products",
@@ -111,13 +113,13 @@ HOPPER_CARD = Card(
 
 @dataclass(frozen=True)
 class LoopWork:
-    """What a warp asks for in a step."""
+    """Work of one warp in a step."""
 
     flop: Mapping[str, int]  # by kind of product
     results: Mapping[str, float]  # of a lane, by unit
     shared_bytes: int
     instructions: int
-    converting: LoopWork | None = None  # what a warp does that converts for those that multiply
+    converting: LoopWork | None = None  # work of a warp that converts for the warps that multiply
 
 
 def product_of(one: Sass) -> tuple[str, int] | None:
@@ -145,8 +147,9 @@ def shared_bytes_of(one: Sass) -> int:
 
 
 def loop_work(code: Sequence[Sass]) -> LoopWork:
-    """Return the work of the steady-state loop: of those that multiply, the one that compares and selects least for
-    what it multiplies.
+    """Return the work of the steady-state loop.
+
+    Among loops that multiply, it compares and selects least in proportion to its products.
 
     Raises:
         ValueError: no loop multiplies.
@@ -164,7 +167,7 @@ def loop_work(code: Sequence[Sass]) -> LoopWork:
 
 
 def _converting_work(code: Sequence[Sass]) -> LoopWork | None:
-    """Return the work of the loop that converts what it reads in shared memory and writes it there, if there is one."""
+    """Return the work of the loop that reads, converts and writes back data in shared memory, or None."""
 
     def converts(loop: Loop) -> bool:
         found = {code[i].root for i in loop.path}
@@ -190,8 +193,11 @@ def _work(instructions: Sequence[Sass]) -> LoopWork:
 
 @dataclass(frozen=True)
 class Shape:
-    """How the loop is run: ``warps`` that multiply on a multiprocessor, of all its CTAs, and the bytes of K and V that
-    their steps load together. ``converting`` warps convert these beside them."""
+    """Conditions of a loop on an SM.
+
+    ``warps`` multiply, over all CTAs of the SM. Their steps together load ``loaded_bytes`` of K and V. ``converting``
+    further warps convert K and V for them.
+    """
 
     warps: int
     loaded_bytes: int
@@ -206,24 +212,24 @@ class Prediction:
 
     @property
     def product_share(self) -> float:
-        """Return the share of the card's rate of these products that is reached."""
+        """Share of the card's rate of these products that the model reaches."""
         return self.step.units[MMA] / self.step.cycles
 
     @property
     def memory_share(self) -> float:
-        """Return the share of the card's bandwidth that is reached."""
+        """Share of the card's bandwidth that the model reaches."""
         return self.step.units[MEMORY] / self.step.cycles
 
     @property
     def next_limiter(self) -> tuple[str, float]:
-        """Return the second busiest unit, and the share of a step that it is busy."""
+        """Second busiest unit, and the share of a step that it is busy."""
         others = {unit: cycles for unit, cycles in self.step.units.items() if unit != self.step.limiter}
         name = max(others, key=others.__getitem__)
         return name, others[name] / self.step.cycles
 
 
 def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
-    """Predict the cycles of a multiprocessor for a step, by unit."""
+    """Predict the cycles of an SM for a step, by unit."""
     bytes_a_cycle = card.memory_bytes / card.clock / card.sms
     beside = does.converting or LoopWork({}, {}, 0, 0)
 
@@ -242,7 +248,7 @@ def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
 
 
 def report(cubin: Path, shape: Shape) -> str:
-    """Report a row for each card, in Markdown."""
+    """Return a Markdown table with a row for each card."""
     does = loop_work(disassemble(cubin))
     found = [predict(does, shape, card) for card in CARDS]
     units = list(found[0].step.units)

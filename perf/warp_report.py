@@ -1,4 +1,4 @@
-"""What the model of mma.sync kernels says of the loops that are shipped for sm_120, in Markdown."""
+"""Predictions of the mma.sync model for the loops shipped for sm_120, in Markdown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hopwell.perf.warp_model import CARDS, HOPPER_CARD, Card, LoopWork, Predicti
 ARCH, HOPPER = "sm_120a", "sm_90a"
 CANDIDATE = "hopwell, pages of 64"
 BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
-BOXES32, BOXES64 = (KvFetch.PAGE_BOXES, 32), (KvFetch.PAGE_BOXES, 64)  # what pages of 64 tokens are to tiles
+BOXES32, BOXES64 = (KvFetch.PAGE_BOXES, 32), (KvFetch.PAGE_BOXES, 64)  # pages of 64 tokens as tiles
 PAGE_ROWS = (KvFetch.PAGE_ROWS, 0)
 RESULTS = Path(__file__).parent / "results" / "h200" / "sm120"
 
@@ -39,23 +39,23 @@ class Loop:
 
     name: str
     config: KernelConfig
-    rows: int  # of queries that a multiprocessor multiplies with a key
+    rows: int  # of queries that an SM multiplies with a key
     warps: int  # that multiply them
-    key_bytes: float  # of memory that a key takes, with its value
+    key_bytes: float  # memory bytes of a key and its value
 
     @property
     def streams(self) -> bool:
-        """Tell whether keys come from memory and not from the L2 cache."""
+        """Whether keys come from memory and not from the L2 cache."""
         return self.config.family is not Family.PREFILL
 
     def keys(self, does: LoopWork) -> int:
-        """Say how many keys a step has."""
+        """Return the number of keys in a step."""
         of_a_key = 2 * self.rows * (self.config.head_dim_qk + self.config.head_dim_v)
         return round(self.warps * sum(does.flop.values()) / of_a_key)
 
     @property
     def converting(self) -> int:
-        """Say how many warps convert K and V for those that multiply."""
+        """Number of warps that convert K and V for the warps that multiply."""
         return WARPS if self.config.family is Family.PREFILL and self.config.converts else 0
 
     def predict(self, does: LoopWork, card: Card) -> Prediction:
@@ -80,13 +80,13 @@ def mla(name: str, kv_type: KvType = KvType.WIDE) -> Loop:
 
 
 def bytes_of(config: KernelConfig, elements: int) -> float:
-    """Return the bytes of so many elements of K or V, with the scales of their blocks."""
+    """Return the bytes of ``elements`` elements of K or V, with their block scales."""
     element = config.kv_element
     return elements * element.bits / 8 + (elements / element.block if element.block else 0)
 
 
 def loops() -> list[Loop]:
-    """Return the loops that the tables have, by the head dims and types that models have."""
+    """Return the loops of the tables, with head dims and types of real models."""
     return [
         *(prefill(f"prefill bf16 d{dim}", (dim, dim)) for dim in (64, 128, 256)),
         prefill("prefill bf16 d192/128", (192, 128)),
@@ -107,7 +107,7 @@ def loops() -> list[Loop]:
 
 
 def work_of(loop: Loop, compiled_for: str = "") -> LoopWork:
-    """Return what the compiled loop does; ``compiled_for`` another architecture where that is said."""
+    """Return the work of the compiled loop; ``compiled_for`` may name another architecture."""
     config = replace(loop.config, compiled_for=compiled_for) if compiled_for else loop.config
     return loop_work(disassemble(artifact(config).cubin))
 
@@ -147,7 +147,7 @@ def _share(loop: Loop, one: Prediction) -> float:
 
 
 def hopper() -> str:
-    """Tabulate what a Hopper GPU has measured of these loops beside what the model says of them there."""
+    """Return a table of a Hopper GPU's measurements of these loops beside the model's predictions for it."""
     headers = ["case", "limited by", "model", "measured", "measured / model", "cycles of a step unhidden"]
     return _table([*_measured_prefill(), *_measured_streams()], [*headers, *(card.name for card in CARDS)])
 
@@ -166,8 +166,11 @@ def _measured_prefill() -> Iterator[list[str]]:
 
 
 def _measured_streams() -> Iterator[list[str]]:
-    """Yield decode, whose bandwidth is what that run could read. MLA's figure is what longer requests take beyond
-    shorter ones: a CTA begins, ends and merges once however long they are, so that the difference has steps alone."""
+    """Yield decode against the bandwidth that its run measured for reads, then MLA.
+
+    MLA's figure is the difference between longer and shorter requests. A CTA begins, ends and combines once at any
+    length, so the difference contains only steps.
+    """
     loop, measured = decode("", 128, 8), rates("decode")
     one = loop.predict(work_of(loop, HOPPER), HOPPER_CARD)
     for case in (case for case in DECODE if case.name in ("D1", "D2", "D3", "D4")):
@@ -187,7 +190,7 @@ def _row(loop: Loop, title: str, one: Prediction, figures: tuple[float, float], 
     cells = [title, one.step.limiter, f"{model:.0f} {unit}", f"{found:.0f} {unit}", f"{found / model:.2f}"]
     cells.append(f"{unhidden:.0f} of {one.step.cycles + unhidden:.0f}")
     if loop.config.uses_fp8_mma:
-        return [*cells, *["-"] * len(CARDS)]  # which Hopper computes in another way
+        return [*cells, *["-"] * len(CARDS)]  # Hopper computes this in another way
     does = work_of(loop)
     for card in CARDS:
         there = loop.predict(does, card)
@@ -196,7 +199,7 @@ def _row(loop: Loop, title: str, one: Prediction, figures: tuple[float, float], 
 
 
 def rates(family: str) -> dict[tuple[str, str], float]:
-    """Return what has been measured of a family, by case and candidate."""
+    """Return the measured rates of a family, by case and candidate."""
     run = Run.load(RESULTS / f"{family}.json")
     return {(row.workload.partition(":")[0], row.candidate): row.rate for row in run.rows if row.rate}
 
@@ -206,10 +209,10 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 
 
 def write_into(document: Path, text: str) -> None:
-    """Put ``text`` between the comments of a Markdown file that say where.
+    """Put ``text`` between the marker comments of a Markdown file.
 
     Raises:
-        ValueError: the file has no such place.
+        ValueError: the file does not have the marker comments.
     """
     before, found, after = document.read_text().partition(BEGIN)
     _, ends, after = after.partition(END)

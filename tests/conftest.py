@@ -20,10 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Compiling a kernel rewrites its parts' functions in place, and they no longer run as Python afterwards. Workers of
+    # Compiling a kernel rewrites functions of its parts in place; they no longer run as Python afterwards. Workers of
     # pytest-xdist take tests in this order too.
     items.sort(key=lambda item: item.get_closest_marker("traced") is None)
-    if "slow_emulator" not in config.option.markexpr:  # what compiles for hours runs only when it is asked for
+    if "slow_emulator" not in config.option.markexpr:  # tests that compile for hours run only on request
         slow = [item for item in items if item.get_closest_marker("slow_emulator")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
@@ -50,11 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ids=["gpu", "emulator"],
 )
 def device(request: pytest.FixtureRequest) -> str:
-    """Say where the tensors of a call are. With tensors on the CPU the same kernel runs on the emulator."""
+    """Return the device of a call's tensors. With CPU tensors, the same kernel runs in the emulator."""
     return request.param
 
 
 @pytest.fixture
 def sm120_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors on the CPU get the kernels of sm_120."""
+    """Give CPU tensors the kernels of sm_120."""
     monkeypatch.setenv("HOPWELL_EMULATE", "sm_120a")

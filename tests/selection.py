@@ -1,14 +1,14 @@
-"""This module chooses two sets of tests, as all that compile kernels take hours: the core set and the set of functions.
+"""Selects two sets of tests, the core set and the set of functions, because all tests that compile kernels take hours.
 
-The core set, ``pytest --core``, is what a change is tried with first. All of the host's tests belong to it, those of
-traced parts among them. Tests that compile kernels and name one belong to it with the kernels of ``core_kernels.py``:
-the first test that compiles such a kernel alone, and the first one that runs it on the emulator. Where a test names no
-kernel, one case of each file belongs to it: every entry runs once.
+The core set, ``pytest --core``, is the first test of a change. It has all host tests, including tests of traced parts.
+Tests that compile and name a kernel belong to it with the kernels of ``core_kernels.py``: the first test that only
+compiles such a kernel, and the first test that runs it in the emulator. For tests that name no kernel, one case of each
+file belongs to it, so every entry runs once.
 
-The set of functions, ``pytest --functions``, is what CI runs besides. It has a case of each test function, and of one
-that names kernels cases in which every choice occurs that they differ in (each mask, way to fetch, element type, head
-dim) and every value of other parameters, such as schedules. Which of them meet in one case is left to chance. It leaves
-out what the core set has, and tests that take a GPU.
+The set of functions, ``pytest --functions``, runs in CI as well. It has a case of each test function. For functions
+that name kernels, its cases cover every choice in which they differ (each mask, fetch, element type, head dim) and
+every value of other parameters, such as schedules. The combination of choices within a case is arbitrary. This set
+excludes the core set, and tests that need a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 from core_kernels import KERNELS
 
 COMPILING = ("compile", "emulator", "slow_emulator")
-COST_OF_A_KERNEL = 3  # compiling one takes about as long as this many runs on the emulator
+COST_OF_A_KERNEL = 3  # compiling a kernel takes about as long as this number of emulator runs
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:
@@ -60,14 +60,14 @@ def core(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def functions(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests of the set of functions in their order, with those of the core set."""
+    """Return the tests of the set of functions in their order, with the core set included."""
     core_set = core(items)
     cases_of: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen = set(core_set)
     compiled = {config.name for item in core_set if _kinds(item) and (config := _kernel(item))}
-    # Tests that only read what the compiler made come last: kernels that others run cost them nothing.
+    # Tests that only read compiler output come last, since kernels of other tests cost them nothing.
     for cases in sorted(cases_of.values(), key=lambda cases: "compile" in _kinds(cases[0])):
         if not chosen.issuperset(cases):
             chosen.update(_covering(cases, chosen, compiled))
@@ -75,7 +75,7 @@ def functions(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[str]) -> list[pytest.Item]:
-    """Return cases of one test function that have every choice, greedily, and add their kernels to ``compiled``."""
+    """Return cases of one test function that cover every choice, greedily, and add their kernels to ``compiled``."""
     names = {item: config.name for item in cases if (config := _kernel(item))}
     has = {item: _choices(item) for item in cases}
     found = [item for item in cases if item in chosen]
@@ -85,7 +85,7 @@ def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[
     every = set().union(*has.values())
 
     def worth(item: pytest.Item) -> tuple[float, int]:
-        """Say how many missing choices a case brings for its cost; of equal cases that with rarer ones is the best."""
+        """Return the missing choices per cost of a case; among equals, the case with rarer choices ranks first."""
         is_new = item in names and names[item] not in compiled
         missing = sum(choice not in taken for choice in has[item])
         return missing / (COST_OF_A_KERNEL if is_new else 1), -sum(taken[choice] for choice in has[item])
@@ -100,7 +100,9 @@ def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[
 
 
 def _choices(item: pytest.Item) -> set[tuple[str, str]]:
-    """Return the fields of a test's config and its other parameters; of a test without a config only that it exists."""
+    """Return the fields of a test's config and its other parameters; for a test without a config, only its
+    existence.
+    """
     config = _kernel(item)
     if config is None:
         return {("", "")}

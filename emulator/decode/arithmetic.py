@@ -1,4 +1,4 @@
-"""Decoders of the per-lane instructions: which native lane function, with which operands."""
+"""Decoders of per-lane instructions: each chooses a native lane function and its operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .registers import ELEMENT
 
 INTEGER = {"u16", "s16", "b16", "u32", "s32", "b32", "u64", "s64", "b64"}
 ROUNDING = {"rn": 0, "rz": 1, "rm": 2, "rp": 3}
-FTZ, SAT, RELU = 1, 2, 32  # ANY_* of alu_float.c; the rounding mode stands in bits 2..3
+FTZ, SAT, RELU = 1, 2, 32  # ANY_* of alu_float.c; bits 2..3 hold the rounding mode
 
 
 def bits(type_name: str) -> str:
@@ -37,14 +37,14 @@ def float_flags(i: Instr) -> int:
 # ------------------------------------------------------------------ add, sub, mul, fma, ...
 @decodes("add", "sub", "mul", "fma", "fms", "fnma", "mad", "div")
 def arithmetic(c: Context, i: Instr) -> Op:
-    """``fms`` and ``fnma`` are those of contraction.py."""
+    """Decode additions, products and their kin. contraction.py makes ``fms`` and ``fnma``."""
     o, t = i.parts[0], i.parts[-1]
     if t in INTEGER:
         return integer(c, i, o, t)
     if t in ("bf16", "f16") and "f32" in i.parts:
         return mixed(c, i, "fma" if o == "mad" else o, t)
     o = "fma" if o == "mad" else o
-    if o == "div":  # approximations are operations of their own
+    if o == "div":  # approximate divisions are separate operations
         o += next((f"_{p}" for p in i.parts if p in ("approx", "full")), "")
     if t in ("f16", "f16x2", "bf16", "bf16x2"):
         return simple(c, i, f"{o}_{t}", t, float_flags(i) & ~(3 << 2))
@@ -63,7 +63,7 @@ def arithmetic(c: Context, i: Instr) -> Op:
 
 
 def mixed(c: Context, i: Instr, o: str, t: str) -> Op:
-    """Decode an instruction that gives f32 results from 16-bit operands (sm_100): add.f32.bf16, fma.rn.f32.f16."""
+    """Decode an instruction with an f32 result and 16-bit operands (sm_100): add.f32.bf16, fma.rn.f32.f16."""
     n = 2 if o == "fma" else 1
     rows = [c.src(a, t) for a in i.args[1 : 1 + n]] + [c.src(i.args[1 + n], "f32")]
     return c.lane(f"{o}_f32_{t}", c.dst(i.args[0], "f32"), *rows)
@@ -73,7 +73,7 @@ def integer(c: Context, i: Instr, o: str, t: str) -> Op:
     w = bits(t)
     if o == "div":
         return simple(c, i, f"div_{t}", t)
-    if "cc" in i.parts:  # add.cc, sub.cc, mad.*.cc: the carry lives in a predicate of its own
+    if "cc" in i.parts:  # add.cc, sub.cc, mad.*.cc: the carry is in a predicate of its own
         if o == "mad":
             raise Unsupported(i.op)
         carry = c.file.predicate("carry")
@@ -339,7 +339,7 @@ def function(c: Context, i: Instr) -> Op:
 
 @decodes("cvta")
 def cvta(c: Context, i: Instr) -> Op:
-    """Windows of the generic address space stand in bits 56..58 (see core.h)."""
+    """Decode cvta. Bits 56..58 of a generic address select the window (see core.h)."""
     to_space = i.parts[1] == "to"
     space = i.parts[2] if to_space else i.parts[1]
     window = {"shared": 1, "local": 2, "param": 4}.get(space.split("::")[0], 0)

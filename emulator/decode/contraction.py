@@ -1,9 +1,8 @@
 """Products that the GPU's compiler fuses with a sum.
 
-PTX ISA, "add" and "mul": without a rounding modifier the two may become one multiply-add with one rounding. ptxas
-fuses a product that is used once, by a sum in its own basic block. With that rule the compiled code of all 157
-prefill kernels for sm_90a that do not divide has as many FFMA instructions as expected (ptxas 13.0); divisions bring
-their own.
+PTX ISA, "add" and "mul": without a rounding modifier, a product and a sum may become one multiply-add with one
+rounding. ptxas fuses a product if its only reader is a sum in the same basic block. With this rule, the FFMA counts of
+all 157 prefill kernels for sm_90a without divisions match ptxas 13.0. Divisions add FFMA instructions of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ..ptx import Instr, Mem, Not, Pair, Reg, Vec
 
 
 def registers(operands: Iterable[object]) -> Iterator[Reg]:
-    """Yield every mention of a register."""
+    """Yield every register among the operands, once per mention."""
     for a in operands:
         if isinstance(a, Reg):
             yield a
@@ -35,22 +34,22 @@ def _free_to_fuse(i: Instr, *names: str) -> bool:
 
 
 def _fused(product: Instr, total: Instr, place: int) -> Instr:
-    """``total`` with the operands of ``product``, which is its operand at ``place``."""
+    """Return ``total`` fused with ``product``, which is its operand at ``place``."""
     name = "fma" if total.parts[0] == "add" else "fms" if place == 1 else "fnma"
     args = [total.args[0], *product.args[1:], total.args[3 - place]]
     return replace(total, parts=[name, *total.parts[1:]], args=args)
 
 
 def contracted(instrs: list[Instr]) -> dict[int, Instr]:
-    """Return the sums that take a product along, by number: ``fma`` (a b + c), ``fms`` (a b - c), ``fnma`` (c - a b).
+    """Return the sums to fuse with a product, by number: ``fma`` (a b + c), ``fms`` (a b - c), ``fnma`` (c - a b).
 
-    The products stay where they are; nobody else reads them.
+    The products remain in the instruction list, but no other instruction reads them.
     """
     mentions = Counter(r for i in instrs for r in registers(i.args))
     leaders = {i.target for i in instrs if i.target >= 0}
     found: dict[int, Instr] = {}
-    products: dict[Reg, Instr] = {}  # of this block, with operands that have not changed
-    readers: defaultdict[Reg, list[Reg]] = defaultdict(list)  # the products of an operand
+    products: dict[Reg, Instr] = {}  # products of this block whose operands have not changed
+    readers: defaultdict[Reg, list[Reg]] = defaultdict(list)  # products that read an operand
     for pc, i in enumerate(instrs):
         if pc in leaders or i.parts[0] == "bra":
             products.clear()

@@ -1,4 +1,4 @@
-"""Decoder of cvt: forms with a lane loop of their own, and the general one."""
+"""Decoder of cvt: the general form, and forms with a lane loop of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIRECT = {
     ("u64", "u32"), ("s64", "s32"), ("u32", "u64"), ("u32", "u16"), ("s32", "s16"), ("u16", "u32"), ("f32", "s32"),
     ("f32", "u32"), ("f32", "f16"), ("f32", "bf16"), ("f16", "f32"), ("bf16", "f32"), ("f64", "f32"), ("f32", "f64"),
 }  # fmt: skip
-# Conversions between integers that only look at the low bits.
+# Integer conversions that read only the low bits.
 SAME_BITS = {
     ("s64", "u32"): "u64_u32", ("u64", "s32"): "s64_s32", ("s32", "u64"): "u32_u64", ("s32", "s64"): "u32_u64",
     ("u32", "s64"): "u32_u64", ("u32", "s16"): "s32_s16", ("s32", "u16"): "u32_u16", ("u16", "s32"): "u16_u32",

@@ -24,7 +24,7 @@ SPACES = {"global": SPACE_GLOBAL, "shared": SPACE_SHARED, "local": SPACE_LOCAL, 
 
 
 def space_of(parts: list[str]) -> int:
-    """State space named in an opcode; none means generic addressing."""
+    """Return the state space named in an opcode; an opcode without one uses generic addressing."""
     for p in parts[1:]:
         space = SPACES.get(p.split("::")[0])
         if space is not None and not p.startswith(("L1", "L2")):
@@ -128,13 +128,13 @@ def atomic(c: Context, i: Instr) -> Op:
     )
 
 
-# SHAPE_* of matrix.c, by the shape and the bits of an element in shared memory
+# SHAPE_* of matrix.c, by the shape and the bits of an element in shared memory.
 MATRIX_SHAPES = {
     ("m8n8", 16): 0, ("m16n16", 8): 1, ("m8n16", 4): 2, ("m8n16", 6): 3, ("m16n8", 8): 4, ("m16n16", 4): 5,
     ("m16n16", 6): 6,
 }  # fmt: skip
 ELEMENT_BITS = {"b16": 16, "b8": 8, "b6x16_p32": 6, "b4x16_p64": 4}
-# Targets that have matrices of 8, 6 and 4 bits (PTX ISA, "ldmatrix" and "stmatrix", target notes).
+# Targets with ldmatrix and stmatrix of 8-, 6- and 4-bit elements (PTX ISA, "ldmatrix" and "stmatrix", target notes).
 WITH_NARROW_MATRICES = ("sm_10", "sm_11", "sm_12")
 
 
@@ -185,7 +185,7 @@ def cluster_address(c: Context, i: Instr) -> Op:
 
 @decodes("prefetch", "prefetchu", "discard", "applypriority", "createpolicy", "ld.global.prefetch")
 def cache_hint(c: Context, i: Instr) -> Op:
-    """Hints change no value. createpolicy writes an opaque word that only other hints read."""
+    """Decode a cache hint, which changes no value. Only other hints read the opaque word that createpolicy writes."""
     if i.parts[0] == "createpolicy":
         return c.lane("mov_b64", c.dst(i.args[0], "b64"), c.file.constant("d", 0))
     return c.nop()

@@ -14,9 +14,9 @@ FORMAT = {
     "ue4m3": 10, "s8": 11, "u8": 12, "s32": 13,
 }  # fmt: skip
 BYTE_FLOATS = {"e4m3", "e5m2"}
-# Their machine code has no mma.sync of 8-bit floats; ptxas puts products in f16 in its place.
+# Targets without mma.sync of 8-bit floats in machine code; ptxas emits f16 products instead.
 WITHOUT_BYTE_FLOATS = ("sm_90a", "sm_100a", "sm_103a")
-WITH_KINDS = "sm_12"  # targets that have products with .kind, of 4, 6 and 8 bits, with scales of blocks among them
+WITH_KINDS = "sm_12"  # targets with .kind products of 4, 6 and 8 bits, block-scaled ones included
 
 
 @decodes("mma")
@@ -46,7 +46,7 @@ def mma(c: Context, i: Instr) -> Op:
 
 
 def block_scale(c: Context, i: Instr, op: Op, types: list[str]) -> None:
-    """Add scale registers and the byte and thread that hold them to ``op`` (PTX ISA, "mma with block scaling")."""
+    """Add scale registers to ``op``, with the byte and thread that hold them (PTX ISA, "mma with block scaling")."""
     per = next((int(p[len("scale_vec::")]) for p in i.parts if p.startswith("scale_vec::")), 1)
     fmt = FORMAT[types[4]] if len(types) > 4 else FORMAT["ue8m0"]
     byte_a, thread_a, byte_b, thread_b = (c.src(x, "b16") for k in (5, 7) for x in items(i.args[k]))

@@ -14,7 +14,7 @@ from .registers import ELEMENT, ROW_KIND, RegisterFile, constant_bits, width_of
 
 @dataclass
 class Op:
-    """What goes into a native ``insn``."""
+    """Contents of a native ``insn``."""
 
     kind: int
     name: str = ""
@@ -27,7 +27,7 @@ class Op:
     size: int = 0
     vec: int = 0
     aux: int = 0
-    handler: object = None  # Python instructions: what executes them
+    handler: object = None  # the handler of an instruction that Python executes
 
     @property
     def address(self) -> int:
@@ -44,7 +44,7 @@ DECODERS: dict[str, Decoder] = {}
 
 
 def decodes(*names: str) -> Callable[[Decoder], Decoder]:
-    """Register a decoder for opcodes; the longest dotted prefix of an opcode that is registered wins."""
+    """Register a decoder for opcodes; the longest registered dotted prefix of an opcode wins."""
 
     def register(fn: Decoder) -> Decoder:
         for name in names:
@@ -63,7 +63,7 @@ def find_decoder(parts: list[str]) -> Decoder | None:
 
 
 class Context:
-    """Operand access for decoders: turns PTX operands into rows and notes what an instruction reads and writes."""
+    """Operand access for decoders: maps PTX operands to rows and records the reads and writes of an instruction."""
 
     def __init__(self, file: RegisterFile):
         self.file = file
@@ -90,7 +90,7 @@ class Context:
         raise Unsupported(f"operand {a} as {type_name}")
 
     def dst(self, a, type_name: str) -> int:
-        """Row of a destination operand; ``_`` gets a row that nobody reads."""
+        """Return the row of a destination operand; ``_`` maps to a row without readers."""
         if a is SINK:
             return self.file.scratch(width_of(type_name))
         if not isinstance(a, Reg):
@@ -103,7 +103,7 @@ class Context:
         return NONE if a is None or a is SINK else self.dst(a, "b32")
 
     def pred(self, a) -> tuple[int, bool]:
-        """Predicate number of a source operand and whether it is negated."""
+        """Return the predicate number of a source operand and whether it is negated."""
         if isinstance(a, Not):
             return self.pred(a.reg)[0], True
         if isinstance(a, Reg) and a.kind == "p":
@@ -125,7 +125,7 @@ class Context:
         return ELEMENT[a.kind] if isinstance(a, Reg) else ELEMENT[width_of(type_name)]
 
     def address(self, mem: Mem) -> tuple[int, int, bool]:
-        """Row, byte offset and whether the address row is 64 bits wide."""
+        """Return the row, the byte offset and whether the address row is 64 bits wide."""
         base = mem.base
         if isinstance(base, Reg):
             row = self.file.register(base)

@@ -28,7 +28,7 @@ def _refuse(message: str) -> Handler:
 
 
 class Program:
-    """Decoded kernel. Instruction numbers are those of ``kernel.instrs``, plus one exit behind the last."""
+    """Decoded kernel. Its instruction numbers equal ``kernel.instrs``, plus one exit at the end."""
 
     def __init__(self, kernel: Kernel):
         from .. import engines  # noqa: F401  (they register decoders too)
@@ -80,11 +80,11 @@ class Program:
             op = decoder(Context(self.file), instr)
             op.address  # noqa: B018  (raises if the native core lacks the function)
             return op
-        except Unsupported as e:  # raised when it is executed: code that never runs does no harm
+        except Unsupported as e:  # raised at execution, so unreachable code does no harm
             return Op(KIND_PYTHON, handler=_refuse(f"not emulated: {e} ({where})"))
 
     def with_edits(self, edits: dict[int, Instr]) -> Program:
-        """Return this program with some instructions replaced; the fault campaign plants its faults this way."""
+        """Return this program with some instructions replaced. The fault campaign plants its faults this way."""
         other = copy.copy(self)
         other.kernel = copy.copy(self.kernel)
         other.kernel.instrs = list(self.kernel.instrs)
@@ -124,7 +124,7 @@ class Program:
         return out
 
     def constant_slots(self) -> list[int]:
-        """Slots that strict mode must take for written from the start: everything behind the registers."""
+        """Slots that strict mode treats as written from the start: all slots after the registers."""
         first = sum(self.kernel.counts[w] * size for w, size in (("r", 128), ("d", 256), ("q", 512), ("h", 64)))
         return list(range(first // ROW_SLOT, self.file_bytes // ROW_SLOT))
 

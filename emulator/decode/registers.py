@@ -1,6 +1,6 @@
 """Layout of a warp's register file: registers, constants and special registers are all rows of 32 lanes.
 
-A row starts at a multiple of 64 bytes.
+Each row starts at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POISON = {"h": 0xDEAD, "r": 0x7FC0DEAD, "d": 0x7FF8DEADDEADDEAD, "q": 0x7FC0DEAD
 
 
 def width_of(type_name: str) -> str:
-    """Register group that holds values of a PTX type."""
+    """Return the register group for values of a PTX type."""
     if type_name in ("f16x2", "bf16x2", "tf32"):
         return "r"
     if type_name == "f32x2":
@@ -46,8 +46,7 @@ def constant_bits(imm: Imm, type_name: str) -> int:
 
 @dataclass
 class RegisterFile:
-    """Assigns rows while a kernel is decoded: registers grouped by width, then everything else in order of
-    appearance."""
+    """Assigns rows while a kernel is decoded: registers by width, then all other rows in order of appearance."""
 
     kernel: Kernel
     base: dict[str, int] = field(default_factory=dict)
@@ -85,7 +84,7 @@ class RegisterFile:
         return self.rows[key]
 
     def scratch(self, width: str) -> int:
-        """Return a row that nobody reads: the destination ``_``."""
+        """Return a row without readers, for the destination ``_``."""
         key = ("scratch", width)
         return self.rows[key] if key in self.rows else self._new(width, key)
 
@@ -98,7 +97,7 @@ class RegisterFile:
         return self.rows[key]
 
     def predicate(self, key: object) -> int:
-        """Return a predicate that no PTX register names: carry flag, constants, %is_explicit_cluster."""
+        """Return a predicate without a PTX register: carry flag, constants, %is_explicit_cluster."""
         if key not in self.extra_predicates:
             self.extra_predicates[key] = self.predicates
         return self.extra_predicates[key]
@@ -126,7 +125,7 @@ class RegisterFile:
         raise Unsupported(f"symbol {s.name}")
 
     def parameter(self, width: str, byte_offset: int, type_name: str) -> int:
-        """Return a row that is filled with a kernel parameter's value at launch."""
+        """Return the row that a launch fills with a kernel parameter's value."""
         key = ("param", width, byte_offset, type_name)
         if key not in self.rows:
             self.parameters.append((width, self._new(width, key), byte_offset, type_name))

@@ -9,7 +9,7 @@ from ..native.layout import NONE
 from ..ptx import SINK, Instr, Mem, Pair, type_size
 from .op import Context, Op, decodes
 
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # per SM
 
 
 # ------------------------------------------------------------------ warp-wide
@@ -148,7 +148,10 @@ def proxy_fence(c: Context, i: Instr) -> Op:
 
 @decodes("fence", "membar")
 def fence(c: Context, i: Instr) -> Op:
-    """Memory is sequentially consistent here, so a fence only matters to the detector, and only beyond the cluster."""
+    """Decode a fence. The emulator's memory is sequentially consistent, so only the race detector acts on a fence.
+
+    It ignores fences up to cluster scope.
+    """
     if any(p in ("gpu", "sys", "gl") for p in i.parts):
         return c.system("fence_gpu")
     return c.nop()
@@ -158,16 +161,21 @@ def fence(c: Context, i: Instr) -> Op:
     "griddepcontrol", "nanosleep", "pragma", "tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"
 )
 def no_effect(c: Context, i: Instr) -> Op:
-    """Register budgets and time have no meaning here; launches run one after another, so dependent launch never
-    waits."""
+    """Decode an instruction without effect here: register budgets, time and dependent launch.
+
+    Launches run one after another, so a dependent launch never waits.
+    """
     return c.nop()
 
 
 @decodes("setmaxnreg")
 def setmaxnreg(c: Context, i: Instr) -> Op:
-    """Decode setmaxnreg. By the PTX ISA, it takes 24 to 256 registers in steps of 8 and is executed by whole warps. One
-    in the wrong direction is an illegal instruction on an H200; ptxas launches with as many registers as the number of
-    threads of an SM allows."""
+    """Decode setmaxnreg.
+
+    By the PTX ISA, setmaxnreg takes 24 to 256 registers in steps of 8, and whole warps execute it. A change in the
+    wrong direction is an illegal instruction on an H200. ptxas starts a kernel with the most registers that the SM's
+    thread count allows.
+    """
     n = i.args[0].bits
     if n % 8 or not 24 <= n <= 256:
         raise Unsupported(f"{i.text}: the register count must be a multiple of 8 from 24 to 256")

@@ -39,7 +39,8 @@ def mma_async(c: Context, i: Instr) -> Op:
         number, negated = c.pred(scale)
         predicate, imm = number, 2 if negated else 0
     a = 0xFFFFFFFF if in_registers else c.src(i.args[1], "b64")
-    # The accumulators and a register operand are the instruction's own business: not noted as ordinary uses.
+    # The instruction itself accounts for the accumulators and a register operand; they are not recorded as ordinary
+    # uses.
     return c.system("wgmma", a=a, b=c.src(i.args[2], "b64"), c=predicate, imm=imm, words=[*head, *d_rows, *a_rows])
 
 

@@ -1,4 +1,4 @@
-"""What everybody was doing when nothing could run any more."""
+"""State of every CTA, warp and asynchronous operation at a deadlock."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def _barriers(cta: Cta) -> list[str]:
 
 
 def dump(machine: Machine) -> str:
-    """Describe every CTA with its barriers, every warp with its position, every asynchronous operation that is
-    pending."""
+    """Describe every CTA with its barriers, every warp with its position, and every pending asynchronous operation."""
     out = []
     for cluster in machine.active:
         for cta in cluster.ctas:

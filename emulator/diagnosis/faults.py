@@ -1,4 +1,4 @@
-"""Native faults and hazards -> exceptions and sentences that name tensors, lines and warps."""
+"""Turns native faults and hazards into exceptions and sentences that name tensors, lines and warps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def shared_name(machine: Machine, offset: int) -> str:
-    """Name a shared-memory offset relative to the user's part, as a kernel's own addresses count."""
+    """Name a shared-memory offset relative to the user's part, as the kernel's own addresses count."""
     for name, (start, size) in machine.kernel.shared.items():
         if start <= offset - SMEM_BASE < start + size:
             return f"{name}+{offset - SMEM_BASE - start:#x}"
@@ -174,7 +174,7 @@ def agent_name(cluster: Cluster, agent: int) -> str:
 
 
 def hazard_text(machine: Machine, h: HazardState) -> str:
-    """Describe a hazard in one sentence and name the two places."""
+    """Describe a hazard in one sentence and name its two places."""
     names = machine.agent_names
     first = names.get((h.cluster, h.agent), "?")
     second = names.get((h.rank if h.kind == HAZARD_GLOBAL else h.cluster, h.other_agent), "?")

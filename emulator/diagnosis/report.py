@@ -1,4 +1,4 @@
-"""What a launch did: counts, hazards, warnings."""
+"""Report of a launch: counts, hazards, warnings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import faults
 if TYPE_CHECKING:
     from ..machine.machine import Machine
 
-# Instruction classes by opcode; the first pattern that fits counts.
+# Instruction classes by opcode; the first matching pattern counts.
 CLASSES = [
     ("matrix", r"wgmma\.mma_async|tcgen05\.mma|mma\."),
     ("tensor copy", r"cp\.(reduce\.)?async\.bulk\.tensor"),
@@ -45,7 +45,7 @@ def classify(opcode: str) -> str:
 
 @dataclass
 class Access:
-    """Shared-memory accesses of one instruction: wavefronts needed, and the least possible for its width."""
+    """Shared-memory accesses of one instruction: wavefronts needed, and the minimum for its width."""
 
     pc: int
     where: str
@@ -112,8 +112,10 @@ class LaunchReport:
 
     @property
     def bank_conflicts(self) -> int:
-        """Shared-memory wavefronts beyond what the widths of the accesses need: a lower bound for the hardware's
-        count."""
+        """Shared-memory wavefronts beyond the minimum for the access widths.
+
+        The hardware's count is at least this value.
+        """
         return sum(a.conflicts for a in self.shared)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Asynchronous engines and tensor cores: everything that Python executes, one module each."""
+"""Asynchronous engines and tensor cores: all instructions that Python executes, one module for each kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from . import (
 
 
 def at_warp_exit(m: Machine, w: Warp) -> None:
-    """Checks when the last lane of a warp has exited, and when it was its CTA's last warp."""
+    """Check the state after the last lane of a warp has exited, and after the last warp of its CTA has."""
     if m.core.core_wgmma_outstanding(w.address) > 0:
         raise EmulatorError(f"{w} exits with wgmma operations outstanding")
     tensor_memory.at_warp_exit(m, w)

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------ clocks
 def clock_copy(m: Machine, w: Warp, lane: int | None = None) -> np.ndarray:
-    """Return a copy of what a warp knows. An operation issued by one lane does not cover what other lanes did since the
-    last bar.warp.sync (native/shadow.c, core_clock_cut)."""
+    """Return a copy of the warp's vector clock, as one operation sees it.
+
+    An operation of one lane does not cover actions of other lanes since the last bar.warp.sync (native/shadow.c,
+    core_clock_cut).
+    """
     out = array_at(w.vc_address, 2 * m.state.cap, np.int32).copy()
     if lane is not None:
         m.core.core_clock_cut(m.address, w.address, 1 << lane, out.ctypes.data)
@@ -33,7 +36,7 @@ def join(into: int, source: int, n: int) -> None:
 
 
 def keep(m: Machine, cluster: Cluster, stamp: np.ndarray) -> None:
-    """Clocks handed to native code live as long as the work that uses them may be deferred."""
+    """Keep a clock alive for native code while work that uses it may be deferred."""
     cluster.engine.setdefault("clocks", []).append(stamp)
 
 
@@ -50,7 +53,7 @@ def stream(m: Machine, w: Warp, kind: str, lane: int | None = None) -> tuple[np.
 
 
 def learn(m: Machine, w: Warp, agent: int, clock: int) -> None:
-    """The warp now knows that this operation of a stream is complete."""
+    """Record in the warp's clock that this operation of a stream is complete."""
     if agent:
         vc = array_at(w.vc_address, m.state.cap, np.int32)
         vc[agent] = max(int(vc[agent]), clock)
@@ -66,12 +69,11 @@ def mbarrier(m: Machine, w: Warp, pc: int, address: int) -> MBarrierState:
 # ------------------------------------------------------------------ bulk groups
 @dataclass
 class BulkCopy:
-    """A bulk operation that reads shared memory: ``read`` when the source is free again, ``done`` when it is
-    complete."""
+    """A bulk operation that reads shared memory: ``read`` when its source is free, ``done`` when it is complete."""
 
     read: bool = False
     done: bool = False
-    waited: bool = False  # a wait_group has covered it
+    waited: bool = False  # a wait_group has covered this operation
     agent: int = 0
     clock: int = 0
 
@@ -127,8 +129,7 @@ def wait(c: Context, i: Instr) -> Op:
 
 
 def at_cta_exit(m: Machine, cta: Cta) -> None:
-    """Shared memory is free for the next CTA once this one has exited: bulk operations must have read theirs by
-    then."""
+    """Check at CTA exit that bulk operations have read their shared memory, which the next CTA then reuses."""
     for w in cta.warps:
         for g in w.bulk.values():
             if any(not op.waited for group in [g.current, *g.committed] for op in group):

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Copy:
-    """The copies of one executed instruction; ``run`` does them, and is None once they are done."""
+    """The copies of one executed instruction. ``run`` performs them and becomes None afterwards."""
 
     run: Callable[[], None] | None
-    lanes: int  # whose copies no mbarrier has been told of
+    lanes: int  # lanes with copies that no mbarrier tracks yet
     agent: int = 0
     clock: int = 0
 
@@ -51,8 +51,8 @@ def copy(c: Context, i: Instr) -> Op:
         m.check(count < 0)
         op = Copy(None, mask)
         if m.tracked:
-            # Non-bulk copies belong to the generic proxy (PTX ISA, "cp.async"): they need no proxy fence themselves,
-            # but the asynchronous proxy sees what they wrote only behind one.
+            # Non-bulk copies belong to the generic proxy (PTX ISA, "cp.async") and need no proxy fence themselves. The
+            # async proxy sees their writes only after a proxy fence.
             stamp, op.agent, op.clock = stream(m, w, "cp.async")
             vc = stamp.ctypes.data
             m.check(m.core.core_copy_track(m.address, w.address, pc, at, count, op.agent, op.clock, vc))
@@ -112,11 +112,12 @@ def wait(c: Context, i: Instr) -> Op:
 
 @decodes("cp.async.mbarrier")
 def arrive(c: Context, i: Instr) -> Op:
-    """Decode an arrival on an mbarrier when all prior cp.async of the lane are complete; without .noinc the pending
-    count rises first, so that it does not consume one of the expected arrivals.
+    """Decode cp.async.mbarrier.arrive: an arrival when all prior cp.async of the lane are complete.
 
-    PTX ISA, "cp.async.mbarrier.arrive": it tracks the copies that the executing thread initiated. Those of an
-    instruction are ordered before the barrier's phase when all lanes that took part have arrived.
+    Without .noinc the pending count rises first, so the arrival does not consume an expected one.
+
+    PTX ISA, "cp.async.mbarrier.arrive": the arrival tracks the copies that the executing thread initiated. The
+    barrier's phase orders an instruction's copies once all participating lanes have arrived.
     """
     from .bulk import clock_copy, mbarrier
     from .operands import address_operand

@@ -1,4 +1,4 @@
-"""The instruction descriptor of tcgen05.mma: shape, formats and majors, and where rows of A and D lie.
+"""The instruction descriptor of tcgen05.mma: shape, formats, majors, and the placement of rows of A and D.
 
 PTX ISA, "tcgen05 instruction descriptor" and "tcgen05 data path layout organization"; CUTLASS, mma_sm100_desc.hpp.
 """
@@ -15,7 +15,7 @@ F16_KIND = {0: "f16", 1: "bf16", 2: "tf32"}
 F8_KIND = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
 I8_KIND = {0: "u8", 1: "s8"}
 D_FORMATS = {0: "f16", 1: "f32", 2: "s32"}
-# Bytes per two elements as they lie in shared memory: kind::f8f6f4 keeps every element in one byte.
+# Bytes of two elements in shared memory: kind::f8f6f4 keeps every element in one byte.
 HALF_BYTES = {"f16": 4, "bf16": 4, "tf32": 8}
 K_BYTES = 32
 PACK_TIGHT, PACK_BYTE, PACK_CHUNK = 0, 1, 2
@@ -23,7 +23,7 @@ PACK_TIGHT, PACK_BYTE, PACK_CHUNK = 0, 1, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What an instruction descriptor and a kind say."""
+    """Fields of an instruction descriptor and its kind."""
 
     m: int
     n: int
@@ -33,13 +33,13 @@ class Shape:
     a_mn: bool
     b_mn: bool
     negate: bool
-    half_bytes: int  # per two elements
+    half_bytes: int  # bytes of two elements
     k: int
     ctas: int
     pack: int
-    scales: int = 0  # per row, 0 for none
+    scales: int = 0  # scales of a row, 0 for none
     scale_format: str = ""
-    a_byte: int = 0  # first byte of a scale column that belongs to A
+    a_byte: int = 0  # first byte of A in a scale column
     b_byte: int = 0
 
     @property
@@ -48,15 +48,19 @@ class Shape:
         return self.m // self.ctas
 
     def lanes(self) -> np.ndarray:
-        """Tensor-memory lane of each row that a CTA holds. M = 64 of one CTA uses the lower half of each 32-lane
-        quarter."""
+        """Return the tensor-memory lane of each row of a CTA.
+
+        With M = 64 of one CTA, rows use the lower half of each 32-lane quarter.
+        """
         r = np.arange(self.rows)
         return r // 16 * 32 + r % 16 if self.ctas == 1 and self.rows == 64 else r
 
     @property
     def split(self) -> int:
-        """Into how many column ranges D is split when a CTA has fewer rows than lanes: the first N / split columns are
-        in lanes 0.., the next in the lanes behind them."""
+        """Column ranges of D when a CTA has fewer rows than lanes.
+
+        The first N / split columns are in lanes 0.., the next N / split columns in the following lanes.
+        """
         return LANE_SPLIT.get((self.ctas, self.rows), 1)
 
 
@@ -86,7 +90,7 @@ def parse_shape(kind: str, idesc: int, ctas: int, vector: int | None, where: str
     d_type = "f32" if block_scaled else D_FORMATS.get(idesc >> 4 & 3, "")
     if not d_type:
         raise EmulatorError(f"tcgen05.mma with accumulator format 3: {where}")
-    # CUTLASS, mma_sm100_umma.hpp: block-scaled kinds have no M = 64.
+    # Block-scaled kinds do not support M = 64 (CUTLASS, mma_sm100_umma.hpp).
     shapes = ((128, 1), (128, 2), (256, 2)) if block_scaled else ((64, 1), (128, 1), (128, 2), (256, 2))
     if (m, ctas) not in shapes or n < 8 or n > 256:
         raise EmulatorError(f"tcgen05.mma of M = {m}, N = {n} with {ctas} CTAs: {where}")

@@ -15,7 +15,7 @@ from .bulk import clock_copy, join, keep, mbarrier
 if TYPE_CHECKING:
     from ..machine.machine import Machine
 
-# The response is opaque in PTX; here: first CTA id of the taken cluster, then a flag word.
+# The response is opaque in PTX. The emulator stores the first CTA id of the cancelled cluster, then a flag word.
 RESPONSE_BYTES = 16
 
 

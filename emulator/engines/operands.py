@@ -1,4 +1,4 @@
-"""Operands that asynchronous copies and tensor-core instructions have in common."""
+"""Operands shared by asynchronous copies and tensor-core instructions."""
 
 from __future__ import annotations
 

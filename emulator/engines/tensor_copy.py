@@ -19,7 +19,7 @@ from .tensor_queue import group_ctas, queue_clock, queue_key
 if TYPE_CHECKING:
     from ..machine.machine import Machine
 
-# Multicast form -> which 32-lane quarters receive which 32 rows of the source.
+# Multicast form -> the 32-lane quarters that receive each group of 32 source rows.
 QUARTERS: dict[object, dict[int, tuple[int, ...]]] = {
     "warpx4": {0: (0, 1, 2, 3)},
     "warpx2::02_13": {0: (0, 2), 1: (1, 3)},
@@ -46,7 +46,7 @@ class Copy:
     form: str
     target: Any
     descriptor: int
-    unpack: int  # bits of the packed source elements, 0 for a plain copy
+    unpack: int  # bits of a packed source element, 0 for a plain copy
 
     def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> None:
         lane = single_lane(m, w, mask, self.pc)
@@ -98,9 +98,11 @@ class Copy:
 
 
 def spread(raw: np.ndarray, bits: int) -> np.ndarray:
-    """Unpack the sixteen packed 4- or 6-bit elements of each 16-byte chunk into one byte each. In its byte a 4-bit
-    element has two zeros on both sides (0b00ABCD00 in CUTLASS mma_traits_sm120.hpp), a 6-bit element has them above
-    (PTX ISA, "optional decompression")."""
+    """Unpack the sixteen packed 4- or 6-bit elements of each 16-byte chunk to one byte each.
+
+    A 4-bit element has two zeros on each side of its byte (0b00ABCD00 in CUTLASS mma_traits_sm120.hpp). A 6-bit element
+    has two zeros above it (PTX ISA, "optional decompression").
+    """
     chunk = raw.reshape(raw.shape[0], -1, 16).astype(np.uint32)
     out = np.empty(chunk.shape, np.uint8)
     for k in range(16):
@@ -130,8 +132,7 @@ def copy(c: Context, i: Instr) -> Op:
 
 @decodes("tcgen05.shift")
 def shift(c: Context, i: Instr) -> Op:
-    """Decode tcgen05.shift.down: 32-byte elements of lanes 1.. move one lane down, for the lanes that the address
-    selects."""
+    """Decode tcgen05.shift.down: shift 32-byte elements of lanes 1.. down by one, in lanes that the address selects."""
     from .operands import address_operand
 
     target, pair = address_operand(c, i.args[0]), "cta_group::2" in i.parts
@@ -165,8 +166,10 @@ def shift(c: Context, i: Instr) -> Op:
 
 @decodes("tcgen05.commit")
 def commit(c: Context, i: Instr) -> Op:
-    """Arrives on an mbarrier when all tensor-core work issued before is complete; with .multicast::cluster on the
-    barrier at the same offset of every CTA in the mask."""
+    """Decode tcgen05.commit: arrive on an mbarrier when all earlier tensor-core work is complete.
+
+    The .multicast::cluster form arrives on the barrier at the same offset of every CTA in the mask.
+    """
     from .operands import address_operand
 
     bar, pair = address_operand(c, i.args[0]), "cta_group::2" in i.parts

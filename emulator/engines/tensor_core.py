@@ -1,6 +1,7 @@
-"""tcgen05.mma: matrix products of sm_100's tensor cores, operands in shared or tensor memory, results in tensor memory.
+"""tcgen05.mma: matrix products of sm_100's tensor cores. Operands are in shared or tensor memory, results in tensor
+memory.
 
-Where the rows of D, A and the scale factors lie: PTX ISA, "tcgen05 data path layout organization" and "scale factor
+Placement of the rows of D, A and the scale factors: PTX ISA, "tcgen05 data path layout organization" and "scale factor
 layout"; CUTLASS, mma_traits_sm100_frag.hpp.
 """
 
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from ..machine.machine import Machine
 
 LANE_WORDS = 4
-# Where an element lies in its byte of tensor memory: first bit and mask. See spread() of tensor_copy.py.
+# First bit and mask of an element in its byte of tensor memory. See spread() of tensor_copy.py.
 SUB_BYTE = {"e2m1": (2, 0xF), "e2m3": (0, 0x3F), "e3m2": (0, 0x3F)}
 UNIT_TCGEN05 = 1
 
 
 # ------------------------------------------------------------------ operands
 def chunks(m: Machine, descriptor: int, mn: int, k_bytes: int, k_major: bool, half_bytes: int) -> np.ndarray:
-    """Chunk numbers of an operand in shared memory, [mn][k chunks] or [k][mn chunks]; see native/descriptor.c."""
+    """Return chunk numbers of a shared-memory operand, [mn][k chunks] or [k][mn chunks]; see native/descriptor.c."""
     key = (descriptor, mn, k_bytes, k_major, half_bytes)
     found = _chunks.get(key)
     if found is None:
@@ -54,7 +55,7 @@ _chunks: dict[tuple, np.ndarray] = {}
 def gather(
     m: Machine, cta: Cta, index: np.ndarray, fmt: str, pack: int, shape: tuple[int, int], transpose: bool, where: str
 ):
-    """Return an operand in shared memory as float32 [rows][k] (or its transpose)."""
+    """Return an operand in shared memory as float32 [rows][k], or its transpose."""
     if int(index.max()) * 16 + 16 > cta.smem.size or int(index.min()) < 64:
         raise MemoryFault(f"operand outside of shared memory: {where}")
     if cta.init is not None and not cta.init[: cta.smem.size // 16 * 16].reshape(-1, 16)[index].all():
@@ -239,7 +240,7 @@ class Job:
         lanes = (self.a >> 16 & 0xFFFF) + s.lanes()
         cells = tm.cells[lanes, column : column + K_BYTES // 4]
         if s.split > 1:
-            # CUTLASS, UMMA::TmemAllocMode::Duplicated: with two column ranges each lane half needs its own copy of A.
+            # CUTLASS, UMMA::TmemAllocMode::Duplicated: with two column ranges, each lane half needs its own copy of A.
             for k in range(1, s.split):
                 if (tm.cells[lanes + k * s.rows, column : column + K_BYTES // 4] != cells).any():
                     raise EmulatorError(
@@ -254,13 +255,18 @@ class Job:
         return decode(m, raw, s.a_type, s.k, PACK_BYTE if s.pack == PACK_CHUNK else s.pack)
 
     def b_scale_rows(self) -> int:
-        """Rows of B whose scales one lane group holds. When D is split over two lane groups (M = 128 of two CTAs), each
-        group holds the scales of its own columns (CUTLASS, UMMA::TmemAllocMode::ScaleFactorDuplicated2by2)."""
+        """Rows of B whose scales one lane group holds.
+
+        When D is split over two lane groups (M = 128 of two CTAs), each group holds the scales of its own columns
+        (CUTLASS, UMMA::TmemAllocMode::ScaleFactorDuplicated2by2).
+        """
         return self.shape.n // self.shape.split
 
     def scales(self, m: Machine, cta: Cta, address: int, rows: int, first_byte: int, halves: int) -> np.ndarray:
-        """Scale r of a group lies in lane r % 32 of each 32-lane quarter, column base + r / 32, at bytes from
-        ``first_byte``."""
+        """Return the scales of ``rows``, in bytes from ``first_byte``.
+
+        Scale r of a group is in lane r % 32 of each 32-lane quarter, at column base + r / 32.
+        """
         tm = tensor_memory(m, cta)
         column, n = address & 0xFFFF, self.scale_columns(rows // halves)
         tm.check(m, column, n, self.where)
@@ -286,7 +292,7 @@ class Job:
         old = tm.cells[lanes, column : column + width]
         if self.accumulate and tm.written is not None and not tm.written[lanes, column : column + width].all():
             raise UninitializedRead(f"accumulation onto tensor memory that was never written: {self.where}")
-        if s.split > 1:  # columns of the matrix side by side again
+        if s.split > 1:  # put the column ranges side by side again
             old = np.concatenate(np.split(old, s.split), axis=1)
         acc = self.start(old)
         if s.d_type == "s32":
@@ -303,10 +309,10 @@ class Job:
                 s.n,
                 s.k,
                 s.k,
-                FORMAT["f32" if s.scales else s.a_type],  # scaled, they have exponents that the format lacks
+                FORMAT["f32" if s.scales else s.a_type],  # scaled elements have exponents outside the format
                 UNIT_TCGEN05,
             )
-            # f16 accumulators take a whole 32-bit column each; .pack::16b loads squeeze them.
+            # An f16 accumulator takes a whole 32-bit column; .pack::16b loads pack two of them.
             result = (
                 acc.astype(np.float16).view(np.uint16).astype(np.uint32) if s.d_type == "f16" else acc.view(np.uint32)
             )
@@ -314,8 +320,9 @@ class Job:
             result = np.concatenate(np.split(result, s.split, axis=1))
         write = np.ones(len(lanes), bool)
         if any(self.disabled):
-            # A bit for each lane of tensor memory, not each row (PTX ISA, "tcgen05.mma", disable-output-lane); a pair
-            # has 256, as many as M = 256 has rows (CUTLASS DSL, nvvm_wrapper.py, write_disable_mask).
+            # The mask has a bit for each lane of tensor memory, not for each row (PTX ISA, "tcgen05.mma",
+            # disable-output-lane). A CTA pair has 256 lanes, the number of rows of M = 256 (CUTLASS DSL,
+            # nvvm_wrapper.py, write_disable_mask).
             bits = self.disabled[LANE_WORDS * (cta is not self.ctas[0]) :]
             write = ~np.array([bits[lane // 32] >> (lane % 32) & 1 for lane in lanes.tolist()], bool)
         tm.cells[lanes[write], column : column + width] = result[write]

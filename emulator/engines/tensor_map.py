@@ -1,8 +1,8 @@
 """The 128-byte TMA descriptor.
 
-CuTe DSL's host code encodes it itself, without the driver, in the hardware's format, which is not documented. What
-follows was inferred by encoding tensors with known properties; host/selftest.py repeats such encodings with the
-installed DSL and compares. Only the first 64 bytes carry information:
+CuTe DSL's host code encodes descriptors without the driver, in the hardware's undocumented format. The fields below
+were inferred by encoding tensors with known properties. host/selftest.py repeats such encodings with the installed DSL
+and compares the fields. Only the first 64 bytes carry information:
 
     u64 @0   global address
     u32 @8   [3:0] 2: tiled   [6:4] rank - 1   [10:7] element type   [14:13] swizzle   [15] NaN, not zero, outside of
@@ -24,19 +24,19 @@ from ..native.layout import TensorMapState
 
 NAN_FILL = 1 << 15
 KNOWN_FLAGS = 0xF | 7 << 4 | 15 << 7 | 3 << 13 | NAN_FILL | 1 << 16 | 3 << 17 | 1 << 21
-# Hardware element type -> bytes. 11 packs two 4-bit elements to a byte on both sides; 12 and 13 spread sixteen 4- or
-# 6-bit elements over 16 bytes of shared memory (CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B, _16U6_ALIGN16B).
+# Hardware element type -> bytes. Type 11 packs two 4-bit elements to a byte on both sides. Types 12 and 13 spread
+# sixteen 4- or 6-bit elements over 16 bytes of shared memory (CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B, _16U6_ALIGN16B).
 ELEMENT_BYTES = {
     0: 1.0, 1: 2.0, 2: 4.0, 3: 4.0, 4: 8.0, 5: 8.0, 6: 2.0, 7: 4.0, 8: 8.0, 9: 2.0, 10: 2.0, 11: 0.5, 12: 0.5, 13: 0.75,
 }  # fmt: skip
-EXPANDED = {12: 8, 13: 12}  # bytes of global memory behind one 16-byte chunk of shared memory
+EXPANDED = {12: 8, 13: 12}  # bytes of global memory for one 16-byte chunk of shared memory
 UNITS = {11: (2, 1), 12: (16, 8), 13: (16, 12)}  # sub-byte types: elements and bytes of the smallest whole unit
 # For reductions: hardware type -> AF_* of memory.c.
 ATOMIC_FORMAT = {2: 0, 3: 1, 4: 2, 5: 3, 6: 8, 7: 4, 8: 5, 9: 9, 10: 9}
-# CUtensorMapDataType -> hardware type, for descriptors that are encoded through the driver's interface.
+# CUtensorMapDataType -> hardware type, for descriptors encoded through the driver's interface.
 DRIVER_TYPE = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7, 8: 8, 9: 10, 10: 7, 11: 7, 12: 7, 13: 11, 14: 12, 15: 13}
 DRIVER_FLOATS = (6, 7, 8, 9, 10, 11, 12)
-NAN_HALF = 0x7FF7  # what an H200 writes to each half word outside of the tensor, for 16- and 32-bit floats alike
+NAN_HALF = 0x7FF7  # an H200 fills each half word outside the tensor with this, for 16- and 32-bit floats alike
 # CUtensorMapSwizzle (none, 32, 64, 128 bytes) -> XOR mask on 16-byte chunk numbers within a 128-byte line.
 SWIZZLE_MASK = {0: 0, 1: 1, 2: 3, 3: 7}
 
@@ -60,7 +60,7 @@ class TensorMap:
 
 
 def decode(raw: bytes) -> TensorMap:
-    """Descriptor bytes -> fields; raises Unsupported for what this module does not understand."""
+    """Decode descriptor bytes to fields; raise Unsupported for values that this module does not understand."""
     address, flags = struct.unpack_from("<QI", raw, 0)
     low = struct.unpack_from("<4I", raw, 12)
     (high,) = struct.unpack_from("<I", raw, 28)
@@ -107,8 +107,7 @@ def fill_native(t: TensorMap) -> None:
 def encode(
     driver_type: int, address: int, dims, strides, box, steps, swizzle: int, l2: int = 2, nan_fill: bool = False
 ) -> bytes:
-    """Return what cuTensorMapEncodeTiled would produce; it is used where a host function asks the driver for a
-    descriptor."""
+    """Return the result of cuTensorMapEncodeTiled, for host functions that ask the driver for a descriptor."""
     if nan_fill and driver_type not in DRIVER_FLOATS:
         raise Unsupported("tensor map of integers with NaN fill")
     rank = len(dims)

@@ -34,7 +34,7 @@ POISON = np.uint32(0x7FC0DEAD)
 
 
 class TensorMemory:
-    """Cells, and which columns are allocated."""
+    """Cells of tensor memory, with the allocated columns."""
 
     def __init__(self, strict: bool):
         self.cells = np.full((LANES, COLUMNS), POISON, np.uint32)
@@ -87,7 +87,7 @@ def alloc(c: Context, i: Instr) -> Op:
         lane = first_lane(mask)
         n = w.get32(count, lane)
         tm = tensor_memory(m, w.cta)
-        # PTX ISA, "tcgen05.alloc": a power of two from 32 to 512; never after the permit has been given up.
+        # PTX ISA, "tcgen05.alloc": a power of two from 32 to 512; no allocation after the permit has been relinquished.
         if n < 32 or n > COLUMNS or n & (n - 1):
             raise MemoryFault(
                 f"{w}: tcgen05.alloc of {n} columns: not a power of two from 32 to 512\n  {m.where(i.pc)}"
@@ -105,7 +105,7 @@ def alloc(c: Context, i: Instr) -> Op:
         if cta.init is not None:
             cta.init[offset : offset + 4] = 1
         if m.tracked:
-            # The address arrives through the async proxy but counts as written when the instruction is done.
+            # The address arrives through the async proxy but counts as written when the instruction completes.
             vc = w.vc_address
             m.core.core_shadow_bytes(
                 m.address, cta.address, offset, 4, TOUCH_WRITE | TOUCH_ASYNC, w.state.agent, own_clock(w), vc, i.pc
@@ -165,7 +165,7 @@ def at_cluster_end(m: Machine, cluster: Cluster) -> None:
 # ------------------------------------------------------------------ loads and stores
 @dataclass(frozen=True)
 class Fragment:
-    """Cells that one warp's registers stand for: rows[lane, register], columns[lane, register]."""
+    """Cells of one warp's registers: rows[lane, register], columns[lane, register]."""
 
     rows: np.ndarray
     columns: np.ndarray
@@ -212,7 +212,7 @@ class Transfer:
     rows: list[int]  # register-file rows
 
     def cells(self, m: Machine, w: Warp, mask: int) -> tuple[TensorMemory, np.ndarray, np.ndarray]:
-        """Lanes and columns per register; checks that the warp may access them."""
+        """Return lanes and columns for each register, after checking that the warp may access them."""
         address = self.base.of(w, first_lane(mask))  # type: ignore[attr-defined]
         lane, column = address >> 16 & 0xFFFF, address & 0xFFFF
         # PTX ISA, "tcgen05 access restrictions": warp k of a warpgroup reaches lanes 32k .. 32k + 31.
@@ -237,8 +237,7 @@ class Transfer:
 def touch(
     m: Machine, cta: Cta, lanes, columns, write: bool, agent: int, clock: int, stamp: np.ndarray, pc: int
 ) -> None:
-    """Do the detector's bookkeeping of a block of cells: it covers every column between the least and the greatest that
-    occurs."""
+    """Record a block of cells in the race detector: each run of neighbouring columns, for whole groups of 16 lanes."""
     groups = 0
     for g in np.unique(np.ravel(lanes) // 16):
         groups |= 1 << int(g)
@@ -248,14 +247,14 @@ def touch(
 
 
 def runs(sorted_columns: np.ndarray) -> list[tuple[int, int]]:
-    """Contiguous runs of a sorted array: (first, length)."""
+    """Return the contiguous runs of a sorted array as (first, length)."""
     breaks = np.flatnonzero(np.diff(sorted_columns) != 1) + 1
     return [(int(part[0]), len(part)) for part in np.split(sorted_columns, breaks)]
 
 
 @dataclass
 class PendingLoad:
-    """A tcgen05.ld whose registers have not been written yet."""
+    """A tcgen05.ld with registers that are not written yet."""
 
     run: object
     slots: np.ndarray
@@ -311,9 +310,11 @@ def complete_loads(m: Machine, w: Warp) -> None:
 
 
 def touched_early(m: Machine, w: Warp) -> None:
-    """A register of a pending load is used. ptxas tracks such registers, and shipped kernels rely on that, so the use
-    completes the load; PTX itself asks for tcgen05.wait::ld first, which strict mode insists on, except of moves, which
-    compilers place before the wait."""
+    """Complete a pending load when an instruction uses one of its registers.
+
+    ptxas tracks such registers, and shipped kernels rely on that. PTX itself requires tcgen05.wait::ld before the use.
+    Strict mode enforces this rule, except for moves, which compilers place before the wait.
+    """
     insn = m.program.insns[m.state.ev_pc]
     if m.options.strict and not (insn.kind == KIND_LANE and insn.aux & AUX_MOVE):
         raise Hazard(f"{w} uses the result of tcgen05.ld before tcgen05.wait::ld\n  at {m.where(m.state.ev_pc)}")

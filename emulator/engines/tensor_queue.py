@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def group_ctas(w: Warp, pair: bool) -> list[Cta]:
-    """Return the CTAs that an instruction acts on: its own, or both of its pair."""
+    """Return the CTAs of an instruction: the warp's own CTA, or both CTAs of its pair."""
     if not pair:
         return [w.cta]
     ctas, even = w.cta.cluster.ctas, w.cta.rank & ~1
@@ -26,13 +26,13 @@ def group_ctas(w: Warp, pair: bool) -> list[Cta]:
 
 
 def queue_key(ctas: list[Cta]) -> tuple:
-    """Tensor-core work of one CTA or pair runs in order."""
+    """Return the queue's key; tensor-core work of one CTA or pair runs in order."""
     return ("tensor core", ctas[0].id)
 
 
 @dataclass
 class QueueClock:
-    """What the tensor-core queue knows, for the race detector."""
+    """The tensor-core queue's clock for the race detector."""
 
     agent: int
     clock: int = 0

@@ -1,7 +1,7 @@
 """cp.async.bulk.tensor: tiled tensor copies between global and swizzled shared memory.
 
-An instruction executed by several lanes is as many copies: PTX elects nobody. Loads count their bytes on an mbarrier;
-stores and reductions belong to the bulk group of the lane that issued them.
+Each active lane issues its own copy, because PTX elects no lane. Loads count their bytes on an mbarrier. Stores and
+reductions belong to the bulk group of the issuing lane.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tensor_map(m: Machine, address: int) -> TensorMap:
 
 
 def publish(m: Machine, address: int) -> bool:
-    """Give the native path the decoded form of a descriptor among the kernel parameters; False for any other."""
+    """Give the native path a decoded descriptor from the kernel parameters; return False for descriptors elsewhere."""
     offset = address & 0xFFFFFFFF
     if address >> WINDOW_SHIFT != 4 or offset % 64:
         return False
@@ -60,17 +60,17 @@ class TensorCopy:
     load: bool
     map: Address
     dims: int
-    coords: list[int]  # rows; more than dims in the gather form
+    coords: list[int]  # rows; the gather form has more rows than dims
     shared: Address
     bar: Address | None = None
     multicast: int | None = None  # row of the CTA mask
-    pair: bool = False  # .cta_group::2: the signal goes to the CTA of the pair that the barrier address names
+    pair: bool = False  # .cta_group::2: the barrier address names the CTA of the pair that gets the signal
     reduce: int = -1
     gather4: bool = False
 
     def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> object:
         native = self.load and self.multicast is None and not self.gather4 and m.options.schedule == "eager"
-        # The native path asked for a descriptor it had not seen: decode it and let it try again.
+        # Decode a descriptor that the native path has not seen, then let the path try again.
         if native and publish(m, self.map.of(w, first_lane(mask))):
             return AGAIN
         for lane in lanes_of(mask):
@@ -89,7 +89,7 @@ class TensorCopy:
 
     # -- loads
     def targets(self, w: Warp, lane: int, shared: int, bar: int) -> list[tuple[Cta, int]]:
-        """Return a list of (CTA that receives the tile, full address of the mbarrier that counts its bytes)."""
+        """Return (receiving CTA, full address of the mbarrier that counts its bytes) for each copy of the tile."""
         cluster = w.cta.cluster
         cta, _ = cluster.resolve(shared)
         if self.multicast is None:
@@ -99,7 +99,7 @@ class TensorCopy:
         for rank in range(16):
             if ranks >> rank & 1:
                 # PTX ISA, "cp.async.bulk.tensor": with .cta_group::2 the signal goes to the even or odd CTA of the
-                # destination's pair according to the parity of the barrier's own CTA.
+                # destination's pair. The parity of the barrier's own CTA selects between them.
                 owner = (rank & ~1) | (bar >> 24 & 1) if self.pair else rank
                 out.append((cluster.resolve(rank << 24)[0], owner << 24 | bar & OFFSET_MASK))
         return out
@@ -154,8 +154,10 @@ class TensorCopy:
     def track_load(
         self, m: Machine, w: Warp, lane: int, targets, offset: int, tm: TensorMap, size: int
     ) -> tuple[int, int, int]:
-        """A load happens after its issue and before the phase that its bytes complete: its clock is that phase of its
-        mbarrier."""
+        """Record a load for the race detector, with the mbarrier phase that its bytes complete as its clock.
+
+        A load happens after its issue and before the end of that phase.
+        """
         vc = agent = clock = 0
         for cta, signal in targets:
             b = bulk.mbarrier(m, w, self.pc, signal)
@@ -267,7 +269,7 @@ def tensor_copy(c: Context, i: Instr) -> Op:
 
 
 def native_load(c: Context, copy: TensorCopy) -> Op:
-    """tma.c loads without deferral; everything else comes back to ``copy``."""
+    """Build the native form: tma.c performs loads without deferral, and ``copy`` performs all others."""
     assert copy.bar is not None
     words = []
     for a in (copy.map, copy.shared, copy.bar):

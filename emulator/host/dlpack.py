@@ -1,4 +1,4 @@
-"""CPU tensors that say they are CUDA tensors, because a compiled host function checks its arguments' device."""
+"""CPU tensors that claim to be CUDA tensors, because a compiled host function checks its arguments' device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 
 class _Handle:
-    """What from_dlpack wants to see."""
+    """The object that from_dlpack expects."""
 
     def __init__(self, capsule: Any):
         self.capsule = capsule

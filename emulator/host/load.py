@@ -1,4 +1,4 @@
-"""Modules that are loaded once per process, after the self-test of what the installed DSL writes."""
+"""Loads each module once per process, after the self-test of the installed DSL's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .. import native
 from . import selftest
 from .module import Function, Module
 
-_loading = threading.RLock()  # of several threads that want one module, one makes it
+_loading = threading.RLock()  # one thread makes a module that several threads ask for
 
 
 def load(object_file: str | Path, ptx: str | Path) -> Module:
@@ -44,7 +44,7 @@ def cached_function(key: str, make: Callable[[Path], None], name: str = "entry")
                 make(folder)
                 cache_folder.protect(folder)
                 done.touch()
-    with contextlib.suppress(PermissionError):  # a cache that others filled
+    with contextlib.suppress(PermissionError):  # another user may own the cache files
         os.utime(done)
     cache_folder.check(folder)
     return load(folder / f"{name}.o", folder / f"{name}.ptx").function(name)

@@ -1,8 +1,8 @@
 """Compiled kernels as callables: an exported object file, linked with the stand-in runtime, plus the kernels' PTX.
 
-The object file is what ``export_to_c`` of a TVM-FFI function writes and hopwell's compile cache keeps. Linking it with
-its own copy of the runtime needs no patch of the DSL, not even its import, and leaves modules bound to the real runtime
-alone.
+``export_to_c`` of a TVM-FFI function writes the object file, and hopwell's compile cache keeps it. Each object file is
+linked with its own copy of the stand-in runtime. This needs no patch of the DSL, not even its import, and does not
+affect modules bound to the real runtime.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def _link(object_file: Path, out: Path) -> None:
 
 @functools.cache
 def _load_tvm_ffi() -> None:
-    """The module needs libtvm_ffi's symbols; tvm_ffi loads it globally when imported."""
+    """Load tvm_ffi, whose import loads libtvm_ffi globally; the module needs its symbols."""
     import tvm_ffi  # noqa: F401
 
 
 class Module:
-    """An emulated module: its functions by name, its kernels by name."""
+    """An emulated module, with its functions and kernels by name."""
 
     def __init__(self, object_file: str | Path, ptx: str | Path):
         _load_tvm_ffi()
@@ -106,7 +106,7 @@ class _Call:
 
 @contextlib.contextmanager
 def memory(tensors: Tensors) -> Iterator[None]:
-    """Name the memory that launches in this ``with`` block may reach, for callers that pass addresses only."""
+    """Name the memory that launches in this ``with`` block may access, for callers that pass only addresses."""
     previous = getattr(_local, "memory", None)
     _local.memory = tensors
     try:
@@ -158,11 +158,11 @@ def spans_of(tensors: Tensors) -> list[Span]:
     return out
 
 
-HAZARDS_SHOWN = 20  # in the message of an error; one missing barrier makes hundreds
+HAZARDS_SHOWN = 20  # shown in an error message; one missing barrier causes hundreds
 
 
 def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> LaunchReport:
-    """Emulate one launch with the settings in force, and raise what it did wrong."""
+    """Emulate one launch with the current settings, and raise its errors."""
     from ..errors import Hazard
     from ..machine.machine import Machine
 

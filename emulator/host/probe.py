@@ -1,4 +1,4 @@
-"""The kernel of the self-test: takes a tensor map and prefetches it, nothing else."""
+"""The kernel of the self-test: takes a tensor map and prefetches it."""
 
 from __future__ import annotations
 

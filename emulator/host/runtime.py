@@ -1,4 +1,4 @@
-"""What the stand-in runtime's callbacks do: remember kernels by name, decode launch configurations, run launches."""
+"""Callbacks of the stand-in runtime: register kernels by name, decode launch configurations, run launches."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ CONFIG_BYTES, ATTRIBUTE_BYTES, ATTRIBUTE_CLUSTER = 56, 72, 4
 
 Launcher = Callable[[str, Launch], None]
 _handles = itertools.count(0x1000, 16)
-# Two modules with the same content share one library, which stays loaded: kernel handles outlive the module that made
-# them, and so must the callbacks that the library holds.
+# Two modules with the same content share one library, which stays loaded. Kernel handles outlive the module that made
+# them, so the library's callbacks must outlive it too.
 _kernels: dict[int, str] = {}
 _alive: list[Runtime] = []
-# Errors belong to this thread's call, not to a module: a library has the callbacks of the last module made of it.
+# Errors belong to a call in this thread, because a library has the callbacks of the latest module made of it.
 _errors = threading.local()
 
 
 def take_error() -> BaseException | None:
-    """Return what a callback raised in this thread since the last look."""
+    """Return the exception that a callback raised in this thread since the last call."""
     error = getattr(_errors, "pending", None)
     _errors.pending = None
     return error
@@ -39,8 +39,10 @@ def take_error() -> BaseException | None:
 
 @dataclass
 class Runtime:
-    """Callbacks of one emulated module. ``launcher`` gets the kernel's name and the launch; ``param_sizes`` says how
-    many bytes each parameter of a kernel has."""
+    """Callbacks of one emulated module.
+
+    ``launcher`` gets the kernel's name and the launch. ``param_sizes`` gives the bytes of each parameter of a kernel.
+    """
 
     launcher: Launcher
     param_sizes: Callable[[str], list[int]]
@@ -52,7 +54,7 @@ class Runtime:
         )
 
     def _guarded(self, fn):
-        """A C callback cannot raise: keep the exception for the caller and fail the call."""
+        """Wrap a C callback, which cannot raise: store the exception for the caller and return a failure."""
 
         def wrapped(*args):
             try:
@@ -130,7 +132,7 @@ _pointer, _u32, _u64 = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_
 
 
 class Callbacks(ctypes.Structure):
-    """``callbacks`` of shim.c; the field names are those of the methods above."""
+    """``callbacks`` of shim.c; the field names are the method names above."""
 
     _fields_ = [
         ("load", ctypes.CFUNCTYPE(ctypes.c_int, _pointer, ctypes.c_void_p)),

@@ -1,8 +1,7 @@
-"""Start-up test of what is private to the pinned DSL version: the TMA descriptor format and the stand-in's entry
-points.
+"""Start-up test of private details of the pinned DSL version: TMA descriptor format and stand-in entry points.
 
-A tiny kernel whose tensor maps describe known tensors is compiled, exported and launched; instead of running it, the
-test decodes the descriptors among its parameters and compares every field.
+The test compiles, exports and launches a tiny kernel whose tensor maps describe known tensors. Instead of running the
+kernel, the test decodes the descriptors among its parameters and compares every field.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..errors import HostError
 from ..machine.launch import Launch
 from . import module
 
-# CUtensorMapDataType's order as the hardware field counts it, by DSL type name
+# Order of CUtensorMapDataType in the hardware field, by DSL type name.
 HARDWARE_TYPE = {"Float16": 6, "BFloat16": 10, "Float32": 7, "Uint8": 0, "Float8E4M3FN": 0, "Int32": 3}
 
 
@@ -46,7 +45,7 @@ KNOWN = (
 def check_fields(found: tensor_map.TensorMap, known: Known, address: int) -> list[str]:
     """List the differences between a decoded descriptor and the tensor it describes."""
     size = int(tensor_map.ELEMENT_BYTES[found.dtype])
-    # The host code may drop or append extents of one and reorder dimensions by stride: compare those that matter.
+    # The host code may drop or append extents of one and reorder dimensions by stride; compare only extents above one.
     wanted = sorted((s * size, n, b) for n, s, b in zip(known.shape, known.stride, known.box, strict=True) if n > 1)
     have = sorted((s, n, b) for n, s, b in zip(found.dims, (size, *found.strides), found.box, strict=True) if n > 1)
     problems = []
@@ -67,7 +66,7 @@ def descriptors(launch: Launch) -> list[bytes]:
 
 
 def run_selftest() -> list[str]:
-    """Problems found; none means that the emulator understands the installed DSL."""
+    """Return the problems found; an empty list means that the emulator understands the installed DSL."""
     from .probe import compile_probe  # imports the DSL, which takes longer than a small launch
 
     problems: list[str] = []
@@ -91,7 +90,7 @@ def _launch_probe(function: module.Function, tensor: Any, known: Known) -> list[
 
 
 def dsl_version() -> str | None:
-    """Return the version of the installed DSL, or None: emulating exported kernels does not need it."""
+    """Return the version of the installed DSL, or None, since exported kernels run without it."""
     try:
         return importlib.metadata.version("nvidia-cutlass-dsl")
     except importlib.metadata.PackageNotFoundError:

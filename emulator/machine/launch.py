@@ -1,4 +1,4 @@
-"""One kernel launch, as the host side hands it over."""
+"""One kernel launch, as received from the host side."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Launch:
 
     @property
     def is_cooperative(self) -> bool:
-        """Tell whether the launch begins only when all of its CTAs can run at the same time."""
+        """Whether the launch begins only when all of its CTAs can run at the same time."""
         return any(self.attributes.get(COOPERATIVE, b"")[:4])
 
     @property
     def threads(self) -> int:
-        """Count the threads of a CTA."""
+        """Threads of a CTA."""
         return prod(self.block)
 
     @property

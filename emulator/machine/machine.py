@@ -1,4 +1,4 @@
-"""A launch in progress: native state, asynchronous work, and the loop that decides what runs next."""
+"""A launch in progress: native state, asynchronous work, and the loop that chooses the next step."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from .state import BLOCK, Cluster, Warp
 
 MBARRIER_AGENTS = 64  # per CTA, in the race detector's clocks
 STREAMS = 7  # per warp: lanes together, a lane alone, and asynchronous streams
-LATEST = 200_000  # instructions after which late work is done although warps get on: they may poll and write meanwhile
-PATIENCE = 100_000_000  # instructions without any effect after which polling warps count as hung
-TIMEOUTS = 8  # rounds of expired try_waits after which nothing can change any more
+LATEST = 200_000  # instructions before late work completes even if warps progress: they may poll and write meanwhile
+PATIENCE = 100_000_000  # instructions without any effect before polling warps count as hung
+TIMEOUTS = 8  # rounds of expired try_waits before the state counts as final
 
 
 @dataclass
 class Event:
-    """Work of an asynchronous engine that is still to be done."""
+    """Pending work of an asynchronous engine."""
 
     run: Callable[[], None]
     key: Any
@@ -71,9 +71,9 @@ class Machine:
         self.priorities: dict[Any, float] = {}
         self.active: list[Cluster] = []
         self.warnings: dict[str, int] = {}
-        self.totals: dict[str, int] = {}  # what engines count: bytes copied, matrix operations
+        self.totals: dict[str, int] = {}  # counted by engines: bytes copied, matrix operations
         self.events_issued = 0
-        self.agent_names: dict[tuple[int, int], str] = {}  # (cluster, agent) that a hazard mentions
+        self.agent_names: dict[tuple[int, int], str] = {}  # (cluster, agent) in a hazard
         gx, gy, gz = launch.grid
         cx, cy, cz = launch.cluster
         self.pending = deque((x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx))
@@ -125,19 +125,19 @@ class Machine:
         self.address = ctypes.addressof(s)
 
     def dynamic_smem(self) -> int:
-        """Return the dynamic bytes, plus what aligning them behind the static part costs."""
+        """Return the dynamic bytes, plus the padding that aligns them behind the static part."""
         align = max([16, *self.kernel.dynamic.values()])
         start = 1024 + self.kernel.static_smem
         return self.launch.smem + (-start % align)
 
     # ------------------------------------------------------------------ services for engines
     def check(self, status: int) -> None:
-        """Raise the fault that a native function left behind."""
+        """Raise the fault that a native function recorded."""
         if status:
             raise faults.fault(self)
 
     def post(self, run: Callable[[], None], key: Any, what: str, cluster: Cluster, pc: int) -> None:
-        """Do ``run`` some time later; work with equal keys stays in order. Eager schedules do it now."""
+        """Schedule ``run`` for later, or call it now in eager schedules. Work with equal keys stays in order."""
         self.events_issued += 1
         if self.options.schedule == "eager" and key not in self.queues:
             run()
@@ -145,7 +145,7 @@ class Machine:
         self.queues.setdefault(key, deque()).append(Event(run, key, what, cluster, pc))
 
     def defers(self, pc: int) -> bool:
-        """Tell whether work that may wait for its wait instruction (wgmma, tcgen05.ld) should."""
+        """Whether to defer work that may complete at its wait instruction (wgmma, tcgen05.ld)."""
         schedule = self.options.schedule
         if schedule == "random":
             return self.rng.random() >= 0.3
@@ -160,7 +160,7 @@ class Machine:
         return p
 
     def block(self, w: Warp, frag: int, ready: Callable[[], bool], why: str) -> object:
-        """Make a fragment wait until ``ready``; its instruction is then executed again."""
+        """Make a fragment wait until ``ready``, then execute its instruction again."""
         f = w.state.frags[frag]
         f.wait = WAIT_PYTHON
         w.waits[f.pc] = (ready, why)
@@ -197,12 +197,12 @@ class Machine:
         elif self.options.schedule == "priority":
             key = max(keys, key=lambda k: self.priority(("event", self.queues[k][0].pc)))
         else:
-            key = keys[-1]  # newest first: old work starves for as long as it can
+            key = keys[-1]  # newest first, so old work waits for as long as possible
         self.fire(key)
         return True
 
     def drain(self, cluster: Cluster) -> None:
-        """Finish what a cluster left in flight when it exited."""
+        """Complete the work that a cluster left in flight at its exit."""
         for key in [k for k, q in self.queues.items() if q[0].cluster is cluster]:
             while key in self.queues:
                 self.fire(key)
@@ -238,7 +238,7 @@ class Machine:
         at_warp_exit(self, w)
 
     def python_ready(self, w: Warp) -> bool:
-        """Wake fragments whose Python condition has come true."""
+        """Wake fragments whose Python condition has become true."""
         woken = False
         for k in range(w.state.n_frags):
             f = w.state.frags[k]
@@ -283,7 +283,7 @@ class Machine:
         cluster.free()
 
     def name_hazards(self, clusters: list[Cluster]) -> None:
-        """Agents' names die with their cluster: keep those that hazards mention."""
+        """Keep agents' names that hazards mention, because names end with their cluster."""
         for k in range(self.state.n_hazards):
             faults.remember_agents(self, self.hazards[k], clusters)
 
@@ -311,7 +311,7 @@ class Machine:
         return report
 
     def loop(self, started: float | None = None) -> None:
-        """Run clusters until none is left. With a start time, hand some to other processes once it takes long."""
+        """Run clusters until none is left. With a start time, share clusters of a long launch with other processes."""
         resident, idle = self.options.resident, 0
         helpers = workers.allowed(self) if started is not None else 1
         split = (started or 0.0) + workers.SERIAL_SECONDS
@@ -336,7 +336,7 @@ class Machine:
                     self.fire_one()
                     last_fired = last_progress
                 continue
-            # Nothing changed: the warps wait, or they poll for something that others must do.
+            # Nothing changed: the warps wait, or they poll for an action of another warp or engine.
             if self.fire_one():
                 last_fired = self.state.instructions
                 continue
@@ -347,7 +347,7 @@ class Machine:
                 if self.state.instructions - last_progress > PATIENCE:
                     raise Deadlock("warps poll memory that nobody changes\n" + deadlock.dump(self))
                 if self.rng.random() < 0.05:
-                    self.priorities.clear()  # or those who have polled for long stay behind those who poll now
+                    self.priorities.clear()  # or long-polling warps would stay behind warps that poll now
                 continue
             if not ran and idle < TIMEOUTS and self.timeout_round():
                 idle += 1
@@ -355,7 +355,7 @@ class Machine:
             raise Deadlock("no warp can make progress\n" + deadlock.dump(self))
 
     def round(self) -> bool:
-        """Let every runnable warp run for one time slice; True if any did."""
+        """Run every runnable warp for one time slice; return whether any ran."""
         schedule = self.options.schedule
         warps = self.runnable()
         if schedule == "priority":
@@ -372,8 +372,10 @@ class Machine:
         return bool(warps)
 
     def priority_round(self, warps: list[Warp]) -> bool:
-        """The runnable warp or event of highest priority goes; now and then it is demoted (after Burckhardt et al.,
-        "A randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010)."""
+        """Run the warp or event of highest priority, and demote it now and then.
+
+        After Burckhardt et al., "A randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010.
+        """
         key_of = {id(w): ("warp", w.cta.id, w.id) for w in warps}
         best = max(warps, key=lambda w: self.priority(key_of[id(w)]), default=None)
         if self.queues:
@@ -393,8 +395,7 @@ class Machine:
 
     # ------------------------------------------------------------------ several processes
     def become_worker(self, pending: deque, number: int) -> None:
-        """Start on these clusters with all counts at zero, in a forked child. The parent goes on with its own
-        clusters."""
+        """Start on these clusters with all counts at zero, in a forked child; the parent keeps its own clusters."""
         self.active, self.pending, self.workers = [], pending, None
         self.queues.clear()
         for counts in (self.count, self.lanes, self.bank_ideal, self.bank_passes, self.blocked):

@@ -1,8 +1,7 @@
-"""Global memory: which host addresses a kernel may touch, and what they are called.
+"""Global memory: the host addresses that a kernel may access, and their names.
 
-Device pointers are host pointers here. A launch registers the tensors it hands to the kernel; without registration
-every live torch storage counts. Overlapping tensors (K and V of one cache) become one region that keeps all their
-names.
+Device pointers are host pointers here. A launch registers the tensors of the kernel; without registration, every live
+torch storage is accessible. Overlapping tensors (K and V of one cache) become one region that keeps all their names.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from ..native.layout import REGION_FRESH, REGION_READONLY, REGION_TRACK, RegionS
 
 @dataclass(frozen=True)
 class Span:
-    """One registered tensor: bytes [address, address + size). ``role`` "in" must not be written; "out" starts
-    undefined."""
+    """One registered tensor: bytes [address, address + size).
+
+    ``role`` "in" forbids writes; "out" starts undefined.
+    """
 
     name: str
     address: int
@@ -32,7 +33,7 @@ class Span:
 
 
 def span_of(name: str, tensor, role: str = "inout") -> Span:
-    """Return the bytes from a tensor's first element to its last."""
+    """Return the span from a tensor's first element to its last."""
     size = tensor.element_size()
     if tensor.numel():
         size *= 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -42,7 +43,7 @@ def span_of(name: str, tensor, role: str = "inout") -> Span:
 
 
 def live_storages() -> list[Span]:
-    """List every CPU storage that some torch tensor keeps alive."""
+    """List every CPU storage of a live torch tensor."""
     import torch
 
     spans: dict[int, int] = {}
@@ -122,7 +123,7 @@ class GlobalMemory:
                 continue
             for s in r.spans:
                 flags = r.written[s.address - r.base : s.address - r.base + s.size]
-                is_written = flags[:: s.element] != 0  # a byte an element: indices of all missing ones would be eight
+                is_written = flags[:: s.element] != 0  # a byte per element; indices of missing ones would take eight
                 missing = is_written.size - int(np.count_nonzero(is_written))
                 if missing:
                     out.append((s.name, missing, int(is_written.argmin())))

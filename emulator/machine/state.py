@@ -1,4 +1,4 @@
-"""Python's view of clusters, CTAs and warps that live in the native core."""
+"""Python's view of the native core's clusters, CTAs and warps."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Cta:
             for w in self.warps:
                 w.pred[number] = FULL
         self.poll = np.zeros(state.n_warps, np.uint8)
-        self.engine: dict[Any, Any] = {}  # what engines keep per CTA: tensor memory, warpgroups
+        self.engine: dict[Any, Any] = {}  # engine state of a CTA: tensor memory, warpgroups
 
     @property
     def exited(self) -> bool:
@@ -136,7 +136,7 @@ class Cluster:
         return self.state.live_warps > 0
 
     def resolve(self, address: int) -> tuple[Cta, int]:
-        """Return the CTA and the offset that a shared::cluster address stands for."""
+        """Return the CTA and the offset of a shared::cluster address."""
         rank = address >> RANK_SHIFT & 0xFF
         if rank >= len(self.ctas):
             raise EmulatorError(f"shared-memory address {address:#x}: the cluster has no CTA of rank {rank}")

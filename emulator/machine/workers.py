@@ -1,9 +1,9 @@
 """Several processes share the clusters of one launch.
 
-The machine is forked in the middle of a launch: each child gets a part of the clusters that have not started. Global
-memory that the kernel may write moves to shared mappings first (the region table translates addresses, so the kernel's
-pointers stay as they are) and is copied back at the end; counts come back through a pipe. Atomics work across the
-processes because the native core uses the host's atomic instructions.
+A fork in the middle of the launch gives each child a part of the clusters that have not started. Global memory that the
+kernel may write first moves to shared mappings, and is copied back at the end. The region table translates addresses,
+so the kernel's pointers stay valid. Counts return through a pipe. Atomics work across processes because the native core
+uses the host's atomic instructions.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from .state import array_at
 if TYPE_CHECKING:
     from .machine import Machine
 
-# A child made while another thread holds a pipe's write end would keep that pipe open, and its reader waiting.
+# A child forked while another thread holds a pipe's write end would keep that pipe open, and its reader waiting.
 _forking = threading.Lock()
 SERIAL_SECONDS = 0.25  # launches shorter than this are not worth a fork
 
 
 def default_workers() -> int:
-    """Say how many workers to use: one per core, but one in all where something else already spreads work over the
-    cores."""
+    """Return the default number of workers: one per core, or 1 if other tools already use all cores."""
     if "PYTEST_XDIST_WORKER" in os.environ or not hasattr(os, "fork"):
         return 1
     return len(os.sched_getaffinity(0))
 
 
 def allowed(m: Machine) -> int:
-    """Say how many processes may share this launch."""
+    """Return the number of processes for this launch."""
     o = m.options
     wanted = o.workers or default_workers()
-    # The detectors' clocks and the seeded schedules live in one process, and so does the queue of launch control.
+    # The detectors' clocks, the seeded schedules and the queue of launch control exist in one process only.
     alone = m.tracked or o.strict or o.schedule != "eager" or not m.memory.registered
     if alone or any(i.parts[0] == "clusterlaunchcontrol" for i in m.kernel.instrs):
         return 1
@@ -49,7 +48,7 @@ def allowed(m: Machine) -> int:
 
 
 class SharedRegions:
-    """Writable regions in shared mappings, as long as children run."""
+    """Writable regions in shared mappings, while children run."""
 
     def __init__(self, m: Machine):
         self.m = m
@@ -99,7 +98,7 @@ class Workers:
         m.pending = deque(pending[::count])
 
     def be_child(self, pending: deque, number: int, pipe: int) -> None:
-        """Run a part of the clusters, send the result, leave without the parent's exit handlers."""
+        """Run a part of the clusters, send the result, and leave without the parent's exit handlers."""
         m = self.m
         payload: tuple[str, Any]
         try:
@@ -115,7 +114,7 @@ class Workers:
             os._exit(0)
 
     def collect(self) -> None:
-        """Wait for the children, add up what they counted, raise what they raised."""
+        """Wait for the children, add up their counts, and raise their errors."""
         failures = []
         for pid, read in self.children:
             with os.fdopen(read, "rb") as stream:
@@ -134,7 +133,7 @@ class Workers:
             raise getattr(errors, name, errors.EmulatorError)(text)
 
     def abandon(self) -> None:
-        """The parent failed: end its children."""
+        """End the children after an error in the parent."""
         for pid, read in self.children:
             os.kill(pid, signal.SIGKILL)
             os.close(read)

@@ -1,7 +1,7 @@
 """The native core: built once per machine with the C compiler, cached by content, loaded with ctypes.
 
-Instructions are executed by a library of small C functions, one per opcode and type, each a loop over the 32 lanes of a
-warp; a kernel is data for them, so nothing is compiled per kernel.
+A library of small C functions executes the instructions: one function per opcode and type, each a loop over the 32
+lanes of a warp. A kernel is data for these functions, so it needs no compilation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("hopwell")
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
-# Lane loops must not fuse a multiplication with an addition; only the matrix products do (tensor.c).
+# Lane loops must not fuse a multiplication with an addition; only matrix products fuse them (tensor.c).
 LANE_FLAGS = ["-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 TENSOR_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 SOURCES = {
@@ -38,7 +38,7 @@ SOURCES = {
 
 
 def cache_dir() -> Path:
-    """Say where built libraries are kept: HOPWELL_CACHE_DIR, or the user's cache directory."""
+    """Return the folder of built libraries: HOPWELL_CACHE_DIR, or the user's cache directory."""
     path = cache_folder.root() / "emulator"
     with cache_folder.writing(path):
         cache_folder.make(path)
@@ -59,7 +59,7 @@ def compiler() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _host_flags() -> tuple[str, ...]:
-    """Instruction-set flags; part of the cache key, because a home directory may be shared between machines."""
+    """Instruction-set flags, part of the cache key because several machines may share a home directory."""
     if platform.machine() in ("x86_64", "AMD64"):
         try:
             cpu = Path("/proc/cpuinfo").read_text()
@@ -90,8 +90,10 @@ def source_digest(names: list[str]) -> str:
 
 
 def build(stem: str, key: str, make) -> Path:
-    """Build ``<cache>/<stem>-<key>.so`` once, also when several processes ask for it, and again when it is damaged:
-    ``make(path)`` writes it."""
+    """Build ``<cache>/<stem>-<key>.so`` once, and again if it is damaged; ``make(path)`` writes the file.
+
+    One build serves all processes that ask for it at the same time.
+    """
     path = cache_dir() / f"{stem}-{key}.so"
     for one in (path, _hash_file(path)):
         cache_folder.check(one)
@@ -104,7 +106,7 @@ def build(stem: str, key: str, make) -> Path:
                 make(out)
                 _hash_file(out).write_text(hashlib.sha256(out.read_bytes()).hexdigest())
                 cache_folder.protect(scratch)
-                # A process that has loaded a damaged library keeps its file: the new one is another.
+                # A process that loaded a damaged library keeps its file, so the rebuilt library is a new file.
                 for source, target in ((out, path), (_hash_file(out), _hash_file(path))):
                     cache_folder.replace(source, target)
     return path
@@ -115,7 +117,7 @@ def _hash_file(path: Path) -> Path:
 
 
 def _is_sound(path: Path) -> bool:
-    """Tell whether a library is the one that was built: loading another one may kill the process."""
+    """Whether a library is identical to the built one; loading a damaged library may kill the process."""
     try:
         return _hash_file(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ValueError):
@@ -201,7 +203,7 @@ def core() -> ctypes.CDLL:
 
 @functools.cache
 def function_address(name: str) -> int:
-    """Return the address of an exported function, or 0 if the core has none of that name."""
+    """Return the address of an exported function, or 0 if the core does not have it."""
     try:
         return ctypes.cast(getattr(core(), name), P).value or 0
     except AttributeError:

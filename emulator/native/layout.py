@@ -1,4 +1,4 @@
-"""Python's mirror of the structures in core.h, compared with the library's own layout when it is loaded."""
+"""Python's mirror of the structures in core.h, compared at load with the library's own layout."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a parsed kernel consists of."""
+"""Parts of a parsed kernel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Register file of each declared type: predicates, 16, 32, 64 and 128 bits wide. 8-bit values live in 16-bit registers.
+# Register file of each declared type: predicates, 16, 32, 64 and 128 bits wide. 8-bit values are in 16-bit registers.
 REGISTER_KIND = {
     "pred": "p",
     **dict.fromkeys(("b8", "u8", "s8", "b16", "u16", "s16", "f16", "bf16"), "h"),
@@ -34,7 +34,7 @@ class Reg:
 
 @dataclass(frozen=True)
 class Imm:
-    """``bits`` of the constant; ``floating`` says how a decimal conversion would have to read them ("f32", "f64")."""
+    """``bits`` of the constant. ``floating`` ("f32", "f64") is the type of a decimal constant in a conversion."""
 
     bits: int
     floating: str = ""

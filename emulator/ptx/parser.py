@@ -1,6 +1,6 @@
 """PTX text -> :class:`Kernel` objects: flat instruction lists with registers and labels resolved.
 
-Covers what NVIDIA's compilers print for kernels; it is not a validator. Grammar: PTX ISA, "Syntax".
+The parser covers the kernels that NVIDIA's compilers print; it does not validate PTX. Grammar: PTX ISA, "Syntax".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .model import REGISTER_KIND, SINK, Imm, Instr, Kernel, Mem, Not, Pair, Para
 
 
 class PtxError(Exception):
-    """The text is not PTX as this parser knows it."""
+    """The text is not PTX that this parser accepts."""
 
 
 _INTEGER = re.compile(r"^-?(0[xX][0-9a-fA-F]+|\d+)U?$")

@@ -1,7 +1,7 @@
 """Compares single instructions on a GPU with the emulator's model of them, over dense grids of inputs.
 
-Each instruction becomes a kernel that applies it to bit patterns start, start + step, ...; the same compiled kernel
-runs on the GPU and on the emulator, so the only difference can be the instruction.
+Each instruction becomes a kernel that applies it to the bit patterns start, start + step, ... The same compiled kernel
+runs on the GPU and in the emulator, so any difference comes from the instruction.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Instruction:
-    """``text``: PTX with %x for the 32-bit input and %r for the 32-bit result. ``kind``: how results are compared."""
+    """One instruction to compare.
+
+    ``text`` is PTX with %x for the 32-bit input and %r for the 32-bit result. ``kind`` selects the comparison of
+    results.
+    """
 
     name: str
     text: str
@@ -134,6 +138,6 @@ def _floats(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def inputs_of(count: int, start: int = 0) -> tuple[int, np.ndarray]:
-    """Return (step, bit patterns): an odd step, so that the patterns cover the whole 32-bit range and every low bit."""
+    """Return (step, bit patterns); an odd step lets the patterns cover the whole 32-bit range and every low bit."""
     step = (2**32 // count) | 1
     return step, (start + step * np.arange(count, dtype=np.uint64)).astype(np.uint32)

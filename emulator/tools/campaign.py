@@ -1,9 +1,10 @@
-"""Fault campaign: plants one synchronisation fault at a time and reports which stay undetected.
+"""Fault campaign: plants one synchronisation fault at a time and reports the undetected ones.
 
 A case is a Python function that launches the kernel once, through hopwell's public API or an emulated function. The
-launch is recorded with a copy of all memory it may touch; every fault then runs on that copy, first under the race
-detector and in strict mode in the eager schedule, then in late, random and priority schedules, until something notices:
-an error, a deadlock, a race or proxy report, or results that differ from the unaltered kernel's.
+campaign records the launch with a copy of all memory in reach, and runs every fault on that copy. The first run is
+under the race detector and in strict mode, in the eager schedule. Late, random and priority schedules follow until a
+fault is detected. Detection is an error, a deadlock, a race or proxy report, or results that differ from the unaltered
+kernel's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 @dataclass
 class Recorded:
-    """One launch and the memory it started from."""
+    """One launch and its initial memory."""
 
     program: Program
     launch: Launch
@@ -48,10 +49,10 @@ class Recorded:
 @dataclass
 class Outcome:
     fault: Fault
-    found: str = ""  # what noticed it: error, deadlock, race, wrong result, warning; "" if nothing did
+    found: str = ""  # detected by: error, deadlock, race, wrong result, warning; "" if undetected
     schedule: str = ""
     detail: str = ""
-    reason: str = ""  # why an undetected fault cannot change behaviour, if that is known
+    reason: str = ""  # why an undetected fault cannot change behaviour, if known
 
 
 @dataclass
@@ -78,7 +79,7 @@ def memory_bytes(memory: GlobalMemory) -> list[np.ndarray]:
 
 
 def record(case: Callable[[], Any], pattern: str = "") -> list[Recorded]:
-    """Run a case and keep its launches of kernels whose name contains ``pattern``."""
+    """Run a case and keep the launches of kernels with ``pattern`` in their names."""
     kept: list[Recorded] = []
     original = module.run
 
@@ -111,7 +112,7 @@ class Runner:
     def run(self, program: Program, budget: int, **settings: Any) -> tuple[str, str, list[np.ndarray], Any]:
         """Run a program and return (what happened, detail, memory afterwards, report)."""
         memory = GlobalMemory(self.recorded.spans, track=False)
-        # The tensors of the recorded launch may be gone: their addresses lead to copies.
+        # The tensors of the recorded launch may be freed: their addresses lead to copies.
         images = [before.copy() for before in self.recorded.before]
         for k, image in enumerate(images):
             memory.table[k].host = image.ctypes.data
@@ -127,7 +128,7 @@ class Runner:
         return "", "", images, report
 
     def reference(self) -> list[str]:
-        """Run the unaltered kernel in every schedule; complaints, which should be none."""
+        """Run the unaltered kernel in every schedule and return its complaints; none are expected."""
         complaints = []
         for settings in SCHEDULES:
             what, detail, images, report = self.run(self.recorded.program, 10**12, **settings)
@@ -170,7 +171,7 @@ class Runner:
                 "never waits on this problem: the phase is complete before, by an order that other waits give"
             )
         if fault.kind == "drop wgmma.fence":
-            # The emulator checks the very rule that the fence is for.
+            # The emulator checks the very rule that the fence serves.
             outcome.reason = "no register of these products is accessed since the fence before"
         return outcome
 
@@ -189,7 +190,7 @@ def run_campaign(
         pattern: part of the kernel's name.
         kinds: kinds of faults to plant; all by default.
         say: receives progress, a line each.
-        equivalent: says of an undetected fault why it cannot change behaviour, or "".
+        equivalent: returns why an undetected fault cannot change behaviour, or "".
     """
     started = time.perf_counter()
     launches = record(case, pattern)

@@ -1,4 +1,4 @@
-"""Runs the same PTX on a GPU and on the emulator: both take a module's text and launch its kernels."""
+"""Runs the same PTX on a GPU and in the emulator: both take a module's text and launch its kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def packed(value: Parameter) -> bytes:
 
 
 class Device(Protocol):
-    """Where kernels run."""
+    """A device that runs kernels."""
 
     name: str
     torch_device: str
@@ -45,14 +45,14 @@ class Device(Protocol):
         reached: Sequence[torch.Tensor] = (),
         kernel: str = "k",
     ) -> None:
-        """Run a kernel of the module ``text`` and wait for it. ``reached`` are tensors that descriptors point to."""
+        """Run a kernel of the module ``text`` and wait for it. ``reached`` lists tensors that descriptors point to."""
 
     def tensor_map(self, kind: int, tensor: torch.Tensor, box: Sequence[int], nan_fill: bool = False) -> bytes:
-        """Return the descriptor of a contiguous tensor, without a swizzle; ``kind`` is a CUtensorMapDataType."""
+        """Return the descriptor of a contiguous tensor without a swizzle; ``kind`` is a CUtensorMapDataType."""
 
 
 class Emulated:
-    """The emulator, with the rounding of matrix products that it models best."""
+    """The emulator, with its best model of the rounding of matrix products."""
 
     name, torch_device = "emulator", "cpu"
 
@@ -83,7 +83,7 @@ class Emulated:
 
 
 def extents(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Return the extents from the innermost dimension, and the strides in bytes of all but that."""
+    """Return the extents from the innermost dimension, and the strides in bytes of all other dimensions."""
     size = tensor.element_size()
     return list(tensor.shape)[::-1], [s * size for s in tensor.stride()[-2::-1]]
 
@@ -165,8 +165,7 @@ class Gpu:
 
 
 def entry(name: str, parameters: str, body: str) -> str:
-    """Return a kernel's text. ``parameters`` is a blank-separated list of u32, u64 and map; they arrive as %a0, %a1,
-    ..."""
+    """Return a kernel's text. ``parameters`` is a blank-separated list of u32, u64 and map, named %a0, %a1, ..."""
     kinds = parameters.split()
     declared = ", ".join(
         f".param .align 64 .b8 {name}_{k}[128]" if kind == "map" else f".param .{kind} {name}_{k}"

@@ -1,4 +1,4 @@
-"""Runs a script that wants a GPU, such as a CUTLASS example, on the emulator."""
+"""Runs a script that needs a GPU, such as a CUTLASS example, in the emulator."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..options import use
 
 
 def run_script(arch: str, script: Path, arguments: list[str], sms: int = 2, **settings: object) -> list:
-    """Run ``script`` as __main__ with ``arguments``; returns the reports of its launches.
+    """Run ``script`` as __main__ with ``arguments``; return the reports of its launches.
 
-    The folders above the script are put on sys.path as far as a folder named ``python`` or ``examples``, since examples
+    The folders above the script go on sys.path, up to a folder named ``python`` or ``examples``, because examples
     import their neighbours.
     """
     from . import fake_cuda

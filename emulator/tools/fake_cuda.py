@@ -1,13 +1,13 @@
-"""Makes a script written for torch and CuTe DSL on a GPU run on the CPU: the only place that patches anything.
+"""Runs a GPU script for torch and CuTe DSL on the CPU: the only module of the emulator that patches libraries.
 
-hopwell itself needs none of this. Scripts of others (NVIDIA's CUTLASS examples, which prove the emulator) create CUDA
-tensors, ask CUDA for its devices and launch functions that were compiled in memory, so each of these is redirected:
+hopwell itself needs none of this. Other scripts (NVIDIA's CUTLASS examples, which validate the emulator) create CUDA
+tensors, ask CUDA for its devices and launch functions compiled in memory. Each of these actions is redirected:
 
-* tensors are made on the CPU, and their DLPack capsules say CUDA, or the DSL would give them generic addresses;
-* torch.cuda and cuda.bindings answer as one device of the emulated architecture;
-* the DSL asks cuda.bindings for the number of devices once per function: it is 1;
-* CUTE_DSL_LIBS names the stand-in runtime before the DSL is imported, and the DSL keeps the PTX of what it compiles;
-* references that only exist on CUDA (torch._scaled_mm) are computed with numpy.
+* tensors are created on the CPU, and their DLPack capsules say CUDA, or the DSL would give them generic addresses;
+* torch.cuda and cuda.bindings report one device of the emulated architecture;
+* the DSL asks cuda.bindings for the number of devices once per function, and gets 1;
+* CUTE_DSL_LIBS names the stand-in runtime before the DSL is imported, and the DSL keeps the PTX of compiled functions;
+* numpy computes references that exist only on CUDA (torch._scaled_mm).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DumpedKernels:
 
 
 def connect() -> DumpedKernels:
-    """Point the DSL at the stand-in runtime. Must run before the DSL is imported."""
+    """Point the DSL at the stand-in runtime. The call must precede the DSL's import."""
     import ctypes
 
     library = native.build("runtime", native.source_digest(["shim.c", "core.h"]), _make_runtime)
@@ -122,7 +122,7 @@ def _redirect_torch(sms: int, capability: tuple[int, int]) -> None:
 
 
 def _report_comparisons(torch: Any) -> None:
-    """Print the distances that a script's own check sees."""
+    """Print the distances that a script's own check computes."""
     original = torch.testing.assert_close
 
     @functools.wraps(original)
@@ -195,7 +195,7 @@ def _redirect_dsl(sms: int) -> None:
 
 
 def install(sms: int) -> DumpedKernels:
-    """Install everything, in the order that the imports need."""
+    """Install all redirections, in the order that the imports require."""
     kernels = connect()
     import cutlass  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""The faults that a campaign plants, one at a time, in the PTX of a kernel."""
+"""The faults that a campaign plants, one at a time, in a kernel's PTX."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _removed(i: Instr) -> Instr:
 
 
 def _as_if_done(i: Instr) -> Instr:
-    """Return a try_wait that never looks at its barrier."""
+    """Return a try_wait that ignores its barrier."""
     return Instr("mov.pred", ["mov", "pred"], [i.args[0], Imm(1)], i.guard, i.guard_not, text=f"(no wait) {i.text}")
 
 
@@ -42,7 +42,7 @@ def _changed(i: Instr, note: str, **fields: object) -> Instr:
 
 
 def _with_immediate(i: Instr, position: int, change: int, note: str) -> Instr | None:
-    """Return the instruction with an immediate operand changed, or None if it has none there."""
+    """Return the instruction with an immediate operand changed, or None if it does not have one there."""
     args = list(i.args)
     if position >= len(args) or not isinstance(args[position], Imm):
         return None
@@ -54,7 +54,7 @@ def _with_immediate(i: Instr, position: int, change: int, note: str) -> Instr | 
 
 
 def waits(kernel: Kernel) -> list[list[Instr]]:
-    """try_wait sites of one wait: a first look and a loop on the same barrier are neighbours."""
+    """Return the try_wait sites of each wait: a first test and a loop on the same barrier are neighbours."""
     groups: list[list[Instr]] = []
     last: Instr | None = None
     for i in kernel.instrs:
@@ -93,7 +93,7 @@ REMOVALS = {
 
 
 def faults(kernel: Kernel) -> Iterator[Fault]:
-    """Yield every fault that the campaign knows, for every instruction it fits."""
+    """Yield every known fault, for every instruction that it fits."""
     for group in waits(kernel):
         first = group[0]
         yield Fault("drop mbarrier wait", first.line, first.text, tuple((i.pc, _as_if_done(i)) for i in group))

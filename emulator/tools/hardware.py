@@ -1,5 +1,7 @@
-"""Compares a Hopper GPU with the emulator, instruction by instruction: results of arithmetic, accumulation of matrix
-products, and what PTX leaves open about asynchronous copies. Needs no compiler but the driver's own.
+"""Compares a Hopper GPU with the emulator, instruction by instruction.
+
+The comparison covers results of arithmetic, accumulation of matrix products, and behaviour of asynchronous copies that
+PTX leaves open. It needs no compiler except the driver's.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def pointwise_text() -> str:
 
 
 def compare_instructions(devices: list[Device], count: int, say: Say) -> list[dict[str, Any]]:
-    """Compare every instruction on ``count`` inputs, which is a multiple of 1024."""
+    """Compare every instruction on ``count`` inputs, a multiple of 1024."""
     text, (step, patterns) = pointwise_text(), inputs_of(count)
     say(HEADER)
     rows = []
@@ -67,8 +69,12 @@ PRODUCTS = {
 
 
 def product_text(kind: str) -> str:
-    """Each CTA multiplies its own tile: operands of random bytes need no layout, so they are copied as they come."""
-    # Core matrices of 8 rows x 16 bytes; the next one along k follows, the next 8 rows follow after two.
+    """Return a kernel whose CTAs each multiply a tile of their own.
+
+    Operands of random bytes need no layout, so the kernel copies them unchanged.
+    """
+    # Core matrices of 8 rows x 16 bytes. The next core matrix along k follows directly; the next 8 rows follow after
+    # two.
     high = 128 >> 4 << 16
     steps = []
     for k in range(CHAIN):
@@ -97,8 +103,7 @@ def product_text(kind: str) -> str:
 
 
 def operands(kind: str, tiles: int) -> torch.Tensor:
-    """Draw random bit patterns without NaN and infinity; 16-bit floats lie in a range where their products stay
-    finite."""
+    """Draw random bit patterns without NaN and infinity. 16-bit floats stay in a range with finite products."""
     generator = torch.Generator().manual_seed(1)
     raw = torch.randint(0, 256, (tiles * TILE_BYTES,), generator=generator, dtype=torch.uint8)
     if kind == "e4m3":
@@ -132,7 +137,7 @@ SETUP = (
     "mov.u32 %r4, smem; add.u32 %r5, %r4, 32768; mov.u32 %r30, 0; mov.u32 %r31, 4; setp.eq.u32 %p0, %thread, 0;\n"
     "@%p0 mbarrier.init.shared.b64 [%r5], 1;\n"
 )
-# A wait that gives up: %r9 says whether the phase completed.
+# A wait that gives up: %r9 holds whether the phase completed.
 POLL = (
     "mov.u32 %r8, 0; POLL: mbarrier.try_wait.parity.shared.b64 %p1, [%r5], 0; @%p1 bra SEEN; add.u32 %r8, %r8, 1;\n"
     "setp.lt.u32 %p2, %r8, 1000; @%p2 bra POLL; SEEN: selp.b32 %r9, 1, 0, %p1;\n"
@@ -146,7 +151,7 @@ BOX_BYTES = 8 * 8 * 4
 
 
 def load_by_all_lanes(device: Device) -> str:
-    """Say how many copies the barrier counts when 32 lanes issue a tensor load."""
+    """Return the number of copies that the barrier counts when 32 lanes issue a tensor load."""
     source = torch.arange(64 * 8, dtype=torch.int32, device=device.torch_device).view(64, 8)
     seen = []
     for copies in (1, 32):
@@ -170,7 +175,7 @@ def load_by_all_lanes(device: Device) -> str:
 
 
 def reduction_by_all_lanes(device: Device) -> str:
-    """Say how often a tensor reduction is added when 32 lanes issue it."""
+    """Return the number of additions when 32 lanes issue a tensor reduction."""
     target = torch.zeros(8, 8, dtype=torch.int32, device=device.torch_device)
     body = (
         "mov.u32 %r4, smem; shl.b32 %r6, %thread, 3; add.u32 %r6, %r4, %r6; mov.u32 %r30, 0; mov.u32 %r31, 1;\n"
@@ -184,7 +189,7 @@ def reduction_by_all_lanes(device: Device) -> str:
 
 
 def exit_with_a_store_in_flight(device: Device) -> str:
-    """CTAs that leave without waiting for their bulk store: does their successors' data get into it?"""
+    """Count wrong words when CTAs exit with a bulk store in flight and successors reuse their shared memory."""
     ctas, words = 4096, 8192
     out = torch.full((ctas, words), -1, dtype=torch.int32, device=device.torch_device)
     if isinstance(device, Emulated):
@@ -205,7 +210,7 @@ def exit_with_a_store_in_flight(device: Device) -> str:
 
 
 def nan_fill(device: Device) -> str:
-    """Say what fills the elements outside of a tensor, and which bit of the descriptor says so."""
+    """Return the fill value of elements outside a tensor, and the descriptor bit that selects it."""
     found = []
     for kind, dtype in ((FLOAT32, torch.float32), (FLOAT16, torch.float16), (BFLOAT16, torch.bfloat16)):
         source = torch.ones(8, 32 // dtype.itemsize, dtype=dtype, device=device.torch_device)
@@ -229,7 +234,7 @@ def nan_fill(device: Device) -> str:
 
 
 def descriptors(device: Device) -> str:
-    """Tell whether the emulator encodes descriptors as the driver does."""
+    """List the bytes in which the emulator's descriptors differ from the driver's."""
     model, wrong = Emulated(ARCH), []
     kinds = {INT32: torch.int32, FLOAT32: torch.float32, FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
     for kind, dtype in kinds.items():

@@ -1,8 +1,8 @@
 """Derives the coefficients of the GPU's function unit from its results (native/interpolator_tables.h).
 
-The unit is the one of Oberman and Siu, "A High-Performance Area-Efficient Multifunction Interpolator" (ARITH-17, 2005):
-c0 + c1 * x + c2 * x^2 in each segment, in fixed point, with a squarer that leaves out the low columns of its
-partial products. Widths, columns and constants were found by fitting; with them every measured result is exact.
+The unit is described by Oberman and Siu, "A High-Performance Area-Efficient Multifunction Interpolator" (ARITH-17,
+2005): c0 + c1 * x + c2 * x^2 in each segment, in fixed point. Its squarer omits the low columns of its partial
+products. Widths, columns and constants were found by fitting; with them, every measured result is exact.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..errors import EmulatorError
 from .devices import Device, Gpu, entry, module_text
 
 ARCH = "sm_90a"
-UNIT = 40  # sums are in units of 2^-40
-FINEST = 36  # and results in units of no less than 2^-36
+UNIT = 40  # unit of sums: 2^-40
+FINEST = 36  # finest unit of results: 2^-36
 ONE, TWO = 0x3F800000, 0x40000000
 
 
 @dataclass(frozen=True)
 class Piece:
-    """``segments`` segments from the bit pattern ``start``, whose coefficients have the same units.
+    """``segments`` segments from the bit pattern ``start``, with coefficients in the same units.
 
-    ``shifts`` are those of c0, c1 and c2 to units of 2^-40. Only every ``step``-th pattern is an argument of its own.
+    ``shifts`` convert c0, c1 and c2 to units of 2^-40. Only every ``step``-th pattern is an argument of its own.
     """
 
     start: int
@@ -39,10 +39,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Function:
-    """One function; its table holds the segments of all pieces, of ``2**bits`` arguments each.
+    """One function; its table holds the segments of all pieces, with ``2**bits`` arguments each.
 
-    ``signs`` are those of c1 and c2, which the tables leave out. Columns of the square below ``cut`` do not exist;
-    ``constant`` stands for all that is the same in every segment.
+    ``signs`` belong to c1 and c2, since the tables omit signs. Columns of the square below ``cut`` do not exist.
+    ``constant`` is the sum of all terms that are equal in every segment.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Function:
 
 
 def binade(exponent: int, segments: int, shift: int) -> Piece:
-    """Return the floats from 2^exponent to twice that; the lowest bits of their mantissas are not looked at."""
+    """Return the floats from 2^exponent to twice that; the unit ignores the lowest bits of their mantissas."""
     return Piece((127 + exponent) << 23, segments, (15 + shift, shift, 1 + shift), step=64 // segments)
 
 
-# Below 2^-8 tanh is its argument, from 8 on it is one.
+# Below 2^-8, tanh equals its argument; from 8 on, it equals one.
 TANH = (
     binade(-8, 1, 1),
     binade(-7, 1, 2),
@@ -85,8 +85,7 @@ FUNCTIONS = (
 
 
 def truncated_square(bits: int, cut: int) -> np.ndarray:
-    """Return the squares of all numbers of ``bits`` bits without the partial products below column ``cut``, in units of
-    2^cut."""
+    """Return squares of all ``bits``-bit numbers without partial products below column ``cut``, in units of 2^cut."""
     x = np.arange(1 << bits, dtype=np.int64)
     total = np.zeros_like(x)
     for i in range((cut + 1) // 2, bits):
@@ -98,12 +97,12 @@ def truncated_square(bits: int, cut: int) -> np.ndarray:
 def segment(
     function: Function, piece: Piece, square: np.ndarray, low: np.ndarray, width: np.ndarray
 ) -> tuple[int, int, int]:
-    """Return (c0, |c1|, |c2|) whose sums lie in [low, low + width), both in units of 2^-40.
+    """Return (c0, |c1|, |c2|) with sums in [low, low + width), both in units of 2^-40.
 
-    The first argument is left out: of a power of two, some functions give the exact result.
+    The fit omits the first argument, because some functions return the exact result for a power of two.
 
     Raises:
-        EmulatorError: no coefficients do.
+        EmulatorError: no coefficients fit.
     """
     x = np.arange(1, len(low), dtype=np.int64)
     square, low, width = square[1:], low[1:], width[1:]
@@ -124,10 +123,10 @@ def coefficients(function: Function, piece: Piece, results: np.ndarray) -> list[
     Args:
         function: the function.
         piece: one of its pieces.
-        results: what ``measure`` gives, whole segments of it.
+        results: results of ``measure`` for whole segments of the piece.
 
     Raises:
-        EmulatorError: the results are not those of this unit.
+        EmulatorError: the results do not come from this unit.
     """
     value = results.astype(np.float64) * function.scale
     low = (value * 2.0**UNIT).astype(np.int64)
@@ -139,7 +138,7 @@ def coefficients(function: Function, piece: Piece, results: np.ndarray) -> list[
 
 
 def measure(device: Device, function: Function, piece: Piece, segments: int) -> np.ndarray:
-    """Measure the float32 results at the first argument of ``piece`` and all that follow it in so many segments."""
+    """Measure the float32 results of the first ``segments`` segments of ``piece``."""
     count = segments << function.bits
     body = (
         f"mad.lo.u32 %r2, %index, {piece.step}, {piece.start}; {function.name}{function.modifiers} %r3, %r2;\n"
@@ -169,7 +168,9 @@ def header(device: Device, date: str) -> str:
 
 
 def run_derivation(path: Path) -> None:
-    """Write the tables, measured on this machine's GPU, to ``path``; native/interpolator_tables.h is such a file.
+    """Write the tables, measured on this machine's GPU, to ``path``.
+
+    native/interpolator_tables.h is such a file.
 
     Raises:
         EmulatorError: the GPU computes otherwise.

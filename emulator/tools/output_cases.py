@@ -1,4 +1,4 @@
-"""Small calls of the entry points whose inputs are the same on every machine, bit for bit."""
+"""Small calls of the entry points, with inputs that are bitwise equal on every machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hopwell.layouts.mla_rows import LATENT
 
 HEADS, KV_HEADS = 4, 2
 Q_LENS, KV_LENS = (5, 0, 1, 131), (9, 3, 0, 261)  # up to two tiles of queries and three of keys
-LONGEST = 1100  # keys of decode's longest request: several CTAs share them, and partial results are merged
+LONGEST = 1100  # keys of decode's longest request: several CTAs share it, and partials are combined
 DIMS = (32, 40, 48, 64, 80, 96, 104, 128, 160, 192, (192, 128), 256, 512)
-INT8_UNIT = 40  # the element of an int8 cache that stands for 1
-LIST = 64  # tokens that a query of sparse MLA attends to
-WORKSPACE_BYTES = 128 << 20  # enough for the partial results of any case
+INT8_UNIT = 40  # the element of an int8 cache that represents 1
+LIST = 64  # top-k of a sparse MLA query
+WORKSPACE_BYTES = 128 << 20  # enough for the partials of any case
 E4M3, NVFP4 = torch.float8_e4m3fn, torch.uint8
 
 
@@ -30,9 +30,9 @@ E4M3, NVFP4 = torch.float8_e4m3fn, torch.uint8
 class Case:
     """One call. ``layout``: fmha_v2's input layout, cudnn's "ragged", MLA's "dense" or "sparse", or else a KV layout.
 
-    ``cache`` is the dtype of K and V where it is not that of the queries; uint8 stands for NVFP4, and with MLA for rows
-    of 656 bytes. ``tokens`` are decode's new tokens of each request. ``arguments`` are further ones of the entry point,
-    tuples stand for float32 tensors. Contiguous layouts have no ``page_size``.
+    ``cache`` is the dtype of K and V if it differs from the queries' dtype. uint8 means NVFP4, or rows of 656 bytes for
+    MLA. ``tokens`` are decode's new tokens of each request. ``arguments`` are further arguments of the entry point;
+    tuples stand for float32 tensors. Contiguous layouts do not have a ``page_size``.
     """
 
     group: str
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the unique name that a recording knows the case by."""
+        """Return the case's unique name in a recording."""
         dims = self.dims if isinstance(self.dims, int) else "-".join(map(str, self.dims))
         details = [f"page{self.page_size}"] if self.page_size else []
         details += [f"{self.cache} cache".removeprefix("torch.")] if self.cache else []
@@ -68,14 +68,16 @@ class Case:
         return HEADS if self.layout == "PACKED_QKV" else KV_HEADS
 
     def run(self, device: str) -> tuple[dict[str, torch.Tensor], str]:
-        """Return the results by name, ``out`` and perhaps ``statistics`` (those of fmha_v2 or the log-sum-exp), and the
-        digest of the inputs."""
+        """Return the results by name, and the digest of the inputs.
+
+        The results are ``out`` and, for some calls, ``statistics``: fmha_v2's statistics or the log-sum-exp.
+        """
         inputs = Inputs(self, device)
         return ENTRIES[self.entry](self, inputs), inputs.digest
 
 
 class Inputs:
-    """Queries, keys and values of a case on a device, drawn from integers: float generators differ between CPUs."""
+    """Queries, keys and values of a case on a device, drawn as integers: float generators differ between CPUs."""
 
     def __init__(self, case: Case, device: str) -> None:
         self.device, self._hash = device, hashlib.sha256()
@@ -107,12 +109,12 @@ class Inputs:
         return torch.from_numpy(self._random.integers(-128, 128, (4, *shape)).sum(0).astype(np.float32) / 128)
 
     def _given(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what a call gets, on the device, and add it to the digest."""
+        """Move a call's inputs to the device and add them to the digest."""
         self._hash.update(values.contiguous().view(torch.uint8).numpy().tobytes())
         return values.to(self.device)
 
     def _cached(self, values: torch.Tensor, dtype: torch.dtype, latent: bool = False) -> tuple[torch.Tensor, Any]:
-        """Return values as a cache has them, and NVFP4's block scales."""
+        """Return values in the cache's dtype, and block scales for NVFP4."""
         if dtype is torch.uint8 and latent:
             return self._given(layouts.quantize_fp8_ds_mla(values[..., :LATENT], values[..., LATENT:])), None
         if dtype is NVFP4:
@@ -127,7 +129,7 @@ class Inputs:
         return self._hash.hexdigest()
 
     def words(self) -> torch.Tensor:
-        """Return a draft's mask: each new token sees itself, and others at random."""
+        """Return a draft mask: each new token sees itself, and a random set of others."""
         tokens = self.q_lens[0]
         bits = self._random.integers(0, 2, (len(self.q_lens), tokens, tokens)) | np.eye(tokens, dtype=np.int64)
         words = np.zeros((len(self.q_lens), tokens, 2), np.uint16)
@@ -135,7 +137,7 @@ class Inputs:
         return self._given(torch.from_numpy(words))
 
     def lists(self, page_size: int) -> torch.Tensor:
-        """Return where in the cache the tokens are that sparse queries attend to, and -1 for none, in any order."""
+        """Return the top-k indices of sparse queries in any order, with -1 for none."""
         found = []
         for request, tokens in enumerate(self.q_lens):
             for token in range(tokens):
@@ -157,7 +159,7 @@ class Inputs:
         return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
 
     def pools(self, layout: str) -> dict[str, Any]:
-        """Return the cache in a KV layout and what its block scales are."""
+        """Return the cache in a KV layout, with its block scales."""
 
         def laid(*pools: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return pools if layout == "HND" else tuple(pool.transpose(1, 2).contiguous() for pool in pools)
@@ -168,7 +170,7 @@ class Inputs:
         return found
 
     def common(self) -> dict[str, Any]:
-        """Return the arguments that context and fmha_v2 both take."""
+        """Return the arguments shared by context and fmha_v2."""
         return dict(
             workspace_buffer=self.workspace(),
             seq_lens=self.ints(self.kv_lens),
@@ -285,7 +287,7 @@ SINKS = {"sinks": (-1.0, 0.0, 0.5, 2.0)}
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases of every head dim, mask, way to fetch, score and dtype, and of every entry point and layout."""
+    """Yield cases of every head dim, mask, KV source, score and dtype, and of every entry point and layout."""
     yield from prefill_cases()
     yield from decode_cases()
     yield from mla_cases()
@@ -321,7 +323,7 @@ def prefill_cases() -> Iterator[Case]:
 
 
 def decode_cases() -> Iterator[Case]:
-    """Yield cases of decode: head dims, few and many rows of a KV head, masks, pages and caches."""
+    """Yield decode cases: head dims, few and many rows of a KV head, masks, pages and caches."""
     for dims in (64, 80, 128, 256, 512):
         yield Case("decode: head dims", "xqa", "HND", dims, 16)
         yield Case("decode: head dims", "xqa", "NHD", dims, 64, torch.float16, tokens=4)
@@ -337,7 +339,7 @@ def decode_cases() -> Iterator[Case]:
 
 
 def mla_cases() -> Iterator[Case]:
-    """Yield cases of MLA: widths, pages and lists, few heads and many, and caches."""
+    """Yield MLA cases: widths, pages and top-k indices, few heads and many, and caches."""
     wide, narrow, unrotated = (576, 512), (320, 256), (512, 512)
     for heads, tokens in ((16, 1), (16, 4), (128, 1)):
         yield Case("MLA: dense", "mla", "dense", wide, 64, heads=heads, tokens=tokens)

@@ -1,7 +1,7 @@
-"""Outputs of the entry points on a GPU and on the emulator, bit by bit.
+"""Compares outputs of the entry points on a GPU and in the emulator, bit by bit.
 
-The two need not share a machine: one run records the GPU's outputs in a file, another compares the emulator with it.
-Statistics are the log-sum-exp or what fmha_v2 returns in its place.
+The two need not share a machine: one run records the GPU's outputs in a file, and another compares the emulator with
+it. Statistics are the log-sum-exp, or fmha_v2's own statistics.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FLOATS = {
 
 @contextlib.contextmanager
 def _emulated(multiprocessors: int) -> Iterator[None]:
-    """Emulate a device with this many multiprocessors, since MLA cuts keys by their number."""
+    """Emulate a device with this number of SMs, since MLA divides keys by it."""
     before = geometry.EMULATED_SMS
     geometry.EMULATED_SMS = multiprocessors
     try:
@@ -57,7 +57,7 @@ def results_of(case: Case, device: str, multiprocessors: int) -> tuple[dict[str,
 
 
 def kernels_of(device: str) -> str:
-    """Return the architecture whose kernels calls run, which HOPWELL_KERNELS may have chosen."""
+    """Return the architecture of the kernels that calls run, which HOPWELL_KERNELS may select."""
     with use(ARCH):
         return support.arch_of(torch.device(device))
 
@@ -70,13 +70,13 @@ def chosen(only: str) -> list[Case]:
 
 
 def record(folder: Path, device: str = "cuda", only: str = "", say: Say = print) -> None:
-    """Run all cases whose names contain ``only`` and keep their results in ``folder``, in one file.
+    """Run all cases with ``only`` in their names and record their results in one file in ``folder``.
 
     Args:
-        folder: where outputs.npz goes.
+        folder: the folder for outputs.npz.
         device: "cuda", or "cpu" to record the emulator itself.
         only: part of a name.
-        say: where a line per case goes.
+        say: receives a line per case.
 
     Raises:
         HostError: ``device`` is "cuda", and torch finds no GPU.
@@ -100,7 +100,9 @@ def record(folder: Path, device: str = "cuda", only: str = "", say: Say = print)
 
 @dataclass
 class Distance:
-    """Between two arrays of floats: elements, equal ones, largest differences in ulps of their type and in value."""
+    """Distance between two arrays of floats: elements, equal ones, largest difference in ulps of their type and in
+    value.
+    """
 
     elements: int = 0
     equal: int = 0
@@ -109,7 +111,7 @@ class Distance:
 
     @classmethod
     def between(cls, recorded: torch.Tensor, emulated: torch.Tensor) -> Distance:
-        """Compare tensors of one type and shape. NaNs are equal; zeros of either sign differ, by no ulp."""
+        """Compare tensors of one type and shape. NaNs are equal; zeros of different sign differ by no ulp."""
         bits = [x.contiguous().view(FLOATS[x.dtype]) for x in (recorded, emulated)]
         both_nan = recorded.isnan() & emulated.isnan()
         largest = torch.iinfo(bits[0].dtype).max
@@ -151,18 +153,18 @@ def table(distances: dict[str, list[dict[str, Distance]]]) -> str:
 
 
 def compare(folder: Path, only: str = "", say: Say = print) -> dict[str, list[dict[str, Distance]]]:
-    """Run the recorded cases whose names contain ``only`` on the emulator; a line for each, then the table.
+    """Run the recorded cases with ``only`` in their names in the emulator; print a line for each, then the table.
 
     Args:
-        folder: where ``record`` left outputs.npz.
+        folder: the folder where ``record`` left outputs.npz.
         only: part of a name.
-        say: where lines go.
+        say: receives lines.
 
     Returns:
-        For each group of cases the distances of each, by kind of result.
+        For each group of cases, the distances of each case, by kind of result.
 
     Raises:
-        HostError: no recording, or one of other cases or other inputs.
+        HostError: the recording is missing, or has other cases or other inputs.
     """
     if not (folder / FILE).exists():
         raise HostError(f"{folder} holds no {FILE}: record it with compare-outputs --record")

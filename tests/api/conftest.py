@@ -17,10 +17,10 @@ TICKETS = 1 << 40
 
 
 class RecordingPlan:
-    """Stands for ``hopwell.kernels.Plan``: records what would be launched, because these tests are about that."""
+    """Stand-in for ``hopwell.kernels.Plan`` that records launches, the subject of these tests."""
 
     problems: ClassVar[list[AttentionProblem]] = []
-    addresses: ClassVar[list[tuple[int, ...]]] = []  # of every launch, those of Addresses up to the tickets
+    addresses: ClassVar[list[tuple[int, ...]]] = []  # of every launch, the fields of Addresses up to the tickets
     has_work = repeatable = True
     tickets = SimpleNamespace(address=lambda: TICKETS)
     anchor = object()
@@ -60,5 +60,5 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
 
 @pytest.fixture
 def launched(recorded: type[RecordingPlan]) -> list[AttentionProblem]:
-    """Return the problems that went through the checks to a launch."""
+    """Return the problems that passed the checks and were launched."""
     return recorded.problems

@@ -1,4 +1,4 @@
-"""The setting that makes every entry batch invariant: how it is given, and what it changes."""
+"""The setting that makes every entry batch invariant: its forms and its effect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unswitched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def many_rows() -> dict[str, Any]:
-    """Make a call of more than 16 rows: those of fewer are batch invariant by themselves."""
+    """Make a call of more than 16 rows; calls of fewer rows are always batch invariant."""
     arguments = form(MLA, "dense")
     return {**arguments, "query": arguments["query"].repeat(1, 1, 17, 1)}
 
@@ -33,7 +33,7 @@ def kernel(recorded: Any) -> str:
 
 
 def test_switching(recorded: Any) -> None:
-    """Later calls take the other kernel, also those that are known."""
+    """Later calls take the other kernel, known calls included."""
     arguments = many_rows()
     names = []
     for enable in (None, True, False):
@@ -61,8 +61,10 @@ def test_environment(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_compiled_ahead() -> None:
-    """A deployment that may not compile sets the variable for its compiling ahead as well. Without it, requests are cut
-    by their own lengths where they have uneven numbers of new tokens."""
+    """A deployment without a compiler must also set the variable while it compiles ahead.
+
+    Without the variable, requests with uneven numbers of new tokens are split by their own lengths.
+    """
     usual = set(shipped_mla_configs())
     hopwell.batch_invariant(True)
     assert set(shipped_mla_configs()) == {replace(config, batch_invariant=config.rows == ROWS) for config in usual}

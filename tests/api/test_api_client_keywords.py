@@ -1,4 +1,4 @@
-"""Keywords of prefill that FlashInfer's newer versions have beside the documented ones: taken, served or refused."""
+"""Keywords of newer FlashInfer prefill versions beside the documented ones: taken, served or refused."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_context_without_mask(recorded: Any) -> None:
 
 @pytest.mark.parametrize("lengths", [False, True])
 def test_cudnn_offsets_in_tokens(lengths: bool, recorded: Any) -> None:
-    """FlashInfer's wrappers give those of q and k; the rest follows from them, lengths too where they are None."""
+    """FlashInfer's wrappers give the offsets of q and k; all others follow from them, and lengths of None too."""
     arguments = form(CUDNN, "ragged")
     for name in ("batch_offsets_o", "batch_offsets_v"):
         del arguments[name]
@@ -148,7 +148,7 @@ def test_cudnn_offsets_in_tokens(lengths: bool, recorded: Any) -> None:
 
 
 def test_a_log_sum_exp_that_no_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound that asks for it is named. Where it is no larger than it has to be, memory is what is missing."""
+    """The message names the bound that causes the size. With the smallest possible bound, it names memory instead."""
     with pytest.raises(ValueError, match=r"^max_token_per_sequence must be small enough .* got 2147483647 for"):
         call(CUDNN, "paged", return_lse=True, max_token_per_sequence=2**31 - 1)
 

@@ -1,4 +1,4 @@
-"""What the commands refuse they refuse in words, not with a traceback."""
+"""Commands refuse wrong input with a message, not with a traceback."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_list_prints_names_and_compiles_nothing(
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """A stand-in for the compiler in this process, which compiles one kernel after the other, and an empty cache."""
+    """Return a stand-in for the compiler, which compiles kernels in this process, one at a time, and an empty cache."""
     fake = Compiler(tmp_path / "record")
     fake.install(monkeypatch)
     monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / "cache"))
@@ -127,7 +127,9 @@ def test_durations(seconds: float, text: str) -> None:
 class TestCache:
     @pytest.fixture
     def root(self, compiler: Compiler) -> Path:
-        """A cache with a kernel of this version, two of another one, a library of the emulator and a foreign folder."""
+        """Return a cache with a kernel of this version, two of another version, an emulator library and a foreign
+        folder.
+        """
         built = toolchain.artifact(next(shipped_configs())).path
         root = built.parent.parent
         for name in ("one", "two"):

@@ -1,4 +1,6 @@
-"""What ``cudnn_batch_prefill_with_kv_cache`` hands to the kernels: offsets, lengths and the log-sum-exp."""
+"""The problem that ``cudnn_batch_prefill_with_kv_cache`` makes for the kernels: offsets, lengths and the log-
+sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def test_cudnn_ragged_lse(launched: Problems, given: torch.Tensor | None) -> Non
 
 
 def test_cudnn_host_lengths_are_copied_outside_graphs_only() -> None:
-    device = torch.device("meta")  # stands for a GPU
+    device = torch.device("meta")  # stand-in for a GPU
     copied = _cudnn._lengths("actual_seq_lens_q", ints(1, 2).view(2, 1), 2, device, graphs=False)
     assert copied.device == device
     assert copied.shape == (2,)

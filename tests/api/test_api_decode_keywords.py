@@ -1,4 +1,4 @@
-"""What the entries for decode take besides the parameters of FlashInfer's pages: served, inert, or refused by name."""
+"""Parameters of the decode entries beyond FlashInfer's documentation: served, without effect, or refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INERT_MLA: list[dict[str, Any]] = [
     dict(cute_dsl_impl="modular", kv_scale_format="arbitrary_fp32"),
     dict(use_fp16_softmax=False),
     dict(cp_world=1, cp_rank=0, enable_dcp=False),
-    dict(return_lse_base="basee"),  # of a log-sum-exp that nobody wants
+    dict(return_lse_base="basee"),  # of a log-sum-exp that is not requested
 ]
 
 
@@ -130,7 +130,9 @@ def test_ragged_masks_have_a_row_for_every_token() -> None:
 
 
 def test_log_sum_exp_of_warm_calls(recorded: Any) -> None:
-    """It is allocated anew, or written where the caller says; written without being returned if nobody asked."""
+    """The log-sum-exp is allocated anew, or written to the caller's tensor; without a request it is written but not
+    returned.
+    """
     entry = FUNCTIONS[MLA].__name__
     results = [call(entry, "dense", return_lse=True) for _ in range(4)]
     assert len(recorded.problems) == 1
@@ -144,7 +146,7 @@ def test_log_sum_exp_of_warm_calls(recorded: Any) -> None:
 
 
 def test_lists_without_lengths_in_warm_calls(recorded: Any) -> None:
-    """Each call has lengths of its own, which say that all entries count."""
+    """Each call has lengths of its own, which count all entries of the top-k indices."""
     for _ in range(4):
         call(FUNCTIONS[MLA].__name__, "sparse", seq_lens=None)
     (problem,) = recorded.problems
@@ -153,8 +155,10 @@ def test_lists_without_lengths_in_warm_calls(recorded: Any) -> None:
 
 
 def test_base_of_log_sum_exps(launched: Problems) -> None:
-    """FlashInfer's cute-dsl kernels, the only ones that ranks of context parallel use, return natural ones unless told:
-    engines that combine by them go by the name of the backend."""
+    """The base of a log-sum-exp is natural by default in FlashInfer's cute-dsl kernels.
+
+    Only these kernels support DCP ranks. Engines that combine partials choose the base by the name of the backend.
+    """
     entry = FUNCTIONS[MLA].__name__
     for options, natural in (
         (dict(), False),
@@ -169,7 +173,7 @@ def test_base_of_log_sum_exps(launched: Problems) -> None:
 
 
 def test_ragged_calls_with_other_lengths(recorded: Any) -> None:
-    """Offsets are found by address: none of their values was read."""
+    """Repeated calls find offsets by address; they do not read the values."""
     for entry, name, argument in ((XQA, "ragged", "q_cu_seq_lens"), (MLA, "ragged", "cum_seq_lens_q")):
         for _ in range(4):
             arguments = form(FUNCTIONS[entry].__name__, name)
@@ -179,7 +183,7 @@ def test_ragged_calls_with_other_lengths(recorded: Any) -> None:
 
 
 def test_shards_of_warm_calls(recorded: Any) -> None:
-    """Ranks go on with other lengths of all keys, which are found by address, and with nothing else of other ranks."""
+    """A DCP rank's call repeats with other lengths of all keys, found by address, but not with other rank fields."""
     for entry, name in ((FUNCTIONS[MLA].__name__, "several-tokens"), (TRTLLM, "causal")):
         dcp = dict(enable_dcp=True) if name == "several-tokens" else {}
         for rank in (0, 0, 0, 1, 1):

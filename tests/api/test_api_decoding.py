@@ -1,4 +1,4 @@
-"""What both entries for decode do alike: lengths, launches, and the workspace."""
+"""Common behaviour of both decode entries: lengths, launches, and the workspace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def decode(entry: str, name: str | None = None, **changes: Any) -> torch.Tensor:
 @pytest.mark.parametrize("max_seq_len", [0, 1, 37, 2**31 - 1])
 @each_entry
 def test_lengths_are_bounded_by_the_table_alone(entry: str, max_seq_len: int, launched: Problems) -> None:
-    """A bound of the caller's that decided anything could change results."""
+    """The caller's bound must have no effect, because an effective bound could change results."""
     decode(entry, max_seq_len=max_seq_len)
     assert launched[0].max_kv_len == CAPACITY
 
@@ -71,7 +71,7 @@ class TestWorkspace:
 
     @each_entry
     def test_the_front_is_left_alone(self, entry: str, launched: Problems) -> None:
-        """FlashInfer keeps statistics there between calls."""
+        """FlashInfer keeps statistics in the front of the workspace between calls."""
         size = form(entry, DEFAULT[entry])["workspace_buffer"].numel()
         workspace = torch.empty(size + 4096, dtype=U8)
         decode(entry, workspace_buffer=workspace)
@@ -82,7 +82,9 @@ class TestWorkspace:
     def test_too_small(
         self, entry: str, names: dict[str, str], recorded: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Memory is our own then, the same in all calls of a thread, and one line tells about it."""
+        """A too small workspace is replaced by private memory, the same in all calls of a thread; one
+        line reports it.
+        """
         name = names[entry]
         own_scratch.cache_clear()
         size = form(entry, name)["workspace_buffer"].numel()
@@ -139,7 +141,7 @@ class TestWorkspace:
         if isinstance(arguments["kv_cache"], tuple):
             arguments["kv_cache"] = torch.stack(arguments["kv_cache"], 1)
         size, wanted = arguments["workspace_buffer"].numel(), arguments[argument]
-        # The last byte of the workspace is the first of the other tensor, or the other way round.
+        # The last byte of the workspace is the first byte of the other tensor, or vice versa.
         for start, begin in ((size // 16 * 16 - 16, 0), (0, max(wanted.nbytes // 16 * 16 - 16, 0))):
             buffer = torch.zeros(size + wanted.nbytes, dtype=U8)
             other = buffer[start : start + wanted.nbytes].view(wanted.dtype).view(wanted.shape)

@@ -1,4 +1,4 @@
-"""Device data is looked at where that is asked for: what is wrong is named by argument, index and value."""
+"""Checks of device data on request: an error names the argument, the index and the value."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_named(
 
 @pytest.mark.parametrize(("entry", "name", "argument", "value", "text"), SCALES)
 def test_scales_are_named(entry: str, name: str, argument: str, value: float, text: str) -> None:
-    """Beside right ones, of which kernels may get a product."""
+    """One wrong scale among correct ones; kernels may receive a product of them."""
     arguments = e4m3_cudnn() if name == "e4m3" else form(entry, name)
     FUNCTIONS[entry](**{**arguments, argument: torch.ones(1)})
     with pytest.raises(ValueError, match=rf"^{argument}\[0\] must be {text}.*, got {value}$"):
@@ -148,7 +148,7 @@ def test_rows_of_a_log_sum_exp() -> None:
 
 
 def refusal_of(case: Form, arguments: dict[str, Any]) -> str:
-    """Return the message of the refusal of a call, empty where it is launched."""
+    """Return the message of a call's refusal, or "" if it is launched."""
     try:
         case.function(**arguments)
     except ValueError as error:
@@ -156,12 +156,12 @@ def refusal_of(case: Form, arguments: dict[str, Any]) -> str:
     return ""
 
 
-UNREAD = {(CONTEXT, "cum_seq_lens_kv"), (FMHA, "seq_lens")}  # their places are taken by other arguments
+UNREAD = {(CONTEXT, "cum_seq_lens_kv"), (FMHA, "seq_lens")}  # other arguments replace them
 
 
 @pytest.mark.parametrize("case", [case for case in FORMS if case.runs], ids=str)
 def test_upper_halves_of_64_bits_are_looked_at(case: Form, recorded: Any) -> None:
-    """In every argument of lengths, offsets, ids and lists."""
+    """The check covers every argument of lengths, offsets, ids and top-k indices."""
     arguments = case.build()
     name_of = next(name for name in api_calls.NAMES if case.function.__name__.startswith(name))
     wide = {
@@ -191,7 +191,7 @@ def test_scales_of_tokens_that_are_not_read(entry: str, name: str, argument: str
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 def test_scales_in_rows(sparse: bool) -> None:
-    """They are looked at in rows that are read, and the name says which."""
+    """The check reads scales only in rows that kernels read, and names the row."""
     arguments = form(MLA, "packed")
     if sparse:
         lists = torch.full((api_calls.BATCH, 1, 8), -1, dtype=torch.int32)
@@ -226,7 +226,7 @@ def test_scales(entry: str, name: str, value: float) -> None:
 
 
 def test_pages_that_no_row_sees_are_not_looked_at() -> None:
-    """Engines free the pages behind a window."""
+    """The check skips these pages, because engines free the pages behind a window."""
     arguments = form(CONTEXT, "stacked-HND")
     arguments["block_tables"] = changed(arguments["block_tables"], (2, 0), -1)
     FUNCTIONS[CONTEXT](**arguments, window_left=8)
@@ -235,7 +235,7 @@ def test_pages_that_no_row_sees_are_not_looked_at() -> None:
 
 
 def test_switching(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off, later calls skip all checks; on, none does, also of calls that are known."""
+    """Switched off, later calls skip all checks; switched on, every call is checked, known calls included."""
     monkeypatch.delenv("HOPWELL_CHECK")
     monkeypatch.setattr(settings.CHECK, "given", None)
     arguments = form(CONTEXT, "stacked-HND")

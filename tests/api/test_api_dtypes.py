@@ -1,4 +1,4 @@
-"""Every combination of query, cache and output dtypes is launched, or refused by the argument that is wrong."""
+"""Every combination of query, cache and output dtypes is launched, or refused with the name of the wrong argument."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUERIES, CACHES, OUTPUTS = (BF16, FP16, FP8), (BF16, FP16, FP8, I8, U8), (None, 
 
 
 def cache_of(dtype: torch.dtype) -> dict[str, Any]:
-    """Return a stacked HND cache, with scales where it is NVFP4."""
+    """Return a stacked HND cache, with scales for NVFP4."""
     width = DIM // 2 if dtype == U8 else DIM
     scales = data(PAGES, 2, KV_HEADS, PAGE, DIM // 16, dtype=FP8) if dtype == U8 else None
     return dict(kv_cache=torch.zeros(PAGES, 2, KV_HEADS, PAGE, width, dtype=dtype), kv_cache_sf=scales)
@@ -131,7 +131,7 @@ def test_mla(query: torch.dtype, cache: torch.dtype, launched: Any) -> None:
 
 
 def test_a_refusal_has_the_dtype_of_the_query_that_was_given() -> None:
-    """The query is dequantized before the table of features is asked."""
+    """The message has the caller's dtype, although the query is dequantized before the feature table is read."""
     query, cache = data(BATCH, HEADS, 320, dtype=FP8), data(PAGES, 2, KV_HEADS, PAGE, 320, dtype=FP8)
     with pytest.raises(NotImplementedError, match=r"head_dim=320 .*query\.dtype=torch\.float8_e4m3fn, KV"):
         hopwell.trtllm_batch_decode_with_kv_cache(**xqa(cache, "HND", query=query))

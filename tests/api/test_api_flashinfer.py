@@ -1,4 +1,4 @@
-"""The entries' signatures against those of the FlashInfer that is installed, where one is."""
+"""The entries' signatures against the installed FlashInfer, if there is one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ REQUIRED = inspect.Parameter.empty
 
 
 class Known(NamedTuple):
-    """What differs from FlashInfer 0.7.2 with intent: defaults (theirs, ours), places of positional parameters (theirs,
-    ours), and what only hopwell takes."""
+    """Intended differences from FlashInfer 0.7.2.
+
+    They are defaults (theirs, ours), places of positional parameters (theirs, ours), and parameters of hopwell alone.
+    """
 
     defaults: Mapping[str, tuple[Any, Any]] = {}
     places: Mapping[int, tuple[str, str]] = {}
@@ -64,8 +66,10 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def differences(theirs: Any, ours: Any, known: Known) -> list[str]:
-    """Say what callers of ``theirs`` cannot rely on with ``ours``; ``known`` differences are left out. At a place that
-    only takes a name here, there is an error, which is no wrong result."""
+    """Return the properties of ``theirs`` that callers cannot rely on with ``ours``, except ``known`` differences.
+
+    A place that takes only a name here gives an error, which is not a wrong result.
+    """
     wanted, got = parameters(theirs), parameters(ours)
     found = [f"{name} is missing" for name in wanted if name not in got]
     found += [f"{name} is new" for name in got if name not in wanted and name not in known.added]
@@ -85,7 +89,7 @@ def differences(theirs: Any, ours: Any, known: Known) -> list[str]:
 
 @pytest.mark.parametrize("name", HOMES)
 def test_what_the_installed_one_takes_is_taken(name: str) -> None:
-    """One that is installed and cannot be imported is an error: there would be nothing to see of the differences."""
+    """An installed FlashInfer that cannot be imported is an error, because it would hide all differences."""
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed")
     theirs = getattr(importlib.import_module(f"flashinfer.{HOMES[name]}"), name)

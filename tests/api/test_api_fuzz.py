@@ -32,7 +32,7 @@ DTYPES = (
     torch.float64,
     torch.complex64,
 )
-# An inconsistency between two arguments may be put down to either.
+# Errors may name either argument of an inconsistent pair.
 PARTNERS = {
     "query": ("kv_cache", "out", "sinks", "q_len_per_req", "block_tables"),
     "kv_cache": ("kv_block_scales", "kv_cache_sf", "query"),
@@ -203,8 +203,10 @@ def test_two_broken_arguments(entry: str, draw: st.DataObject) -> None:
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_wrong_type_for_each_argument(form: Form) -> None:
-    """Nothing takes an arbitrary object, and the error names exactly the argument that got it. A plan of FlashInfer's
-    may be of any class."""
+    """Every argument refuses an arbitrary object, and the error names exactly this argument.
+
+    FlashInfer's plan may have any class.
+    """
     for name in inspect.signature(form.function).parameters:
         error = NotImplementedError if name == "request_order_plan" else TypeError
         with pytest.raises(error, match=rf"\b{name}\b"):

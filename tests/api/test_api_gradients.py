@@ -1,4 +1,4 @@
-"""hopwell is inference only: a call that asks for a gradient says so once."""
+"""hopwell is inference only: a call that requests a gradient warns once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learning(value: Any) -> Any:
     return value.clone().requires_grad_()
 
 
-# An entry, what builds valid arguments of it, and arguments through which a gradient may be asked for.
+# An entry, a builder of valid arguments for it, and the arguments that may request a gradient.
 CASES: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]], tuple[str, ...]]] = [
     (FUNCTIONS[CONTEXT], lambda: form(CONTEXT, "pair-HND"), ("query", "kv_cache")),
     (FUNCTIONS[FMHA], lambda: form(FMHA, "contiguous"), ("qkv",)),
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def nothing_launched(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the recording plan of attention, with one beside it for append that launches nothing."""
+    """Return the recording plan of attention, with a second one for append that launches nothing."""
 
     class AppendPlan:
         has_work = repeatable = True
@@ -68,7 +68,7 @@ def nothing_launched(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def warned(function: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
-    """Call, and return what was warned of the call in this file."""
+    """Call the function, and return its warnings in this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(**arguments)

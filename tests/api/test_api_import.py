@@ -1,4 +1,4 @@
-"""Importing hopwell: light, quick, and clear about a toolchain it was not tested with."""
+"""Importing hopwell: light, quick, and clear about an untested toolchain."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ else:
 
 
 def test_names_are_imported_when_they_are_used() -> None:
-    """They are the same objects as in their modules, and ``dir`` has them before."""
+    """Names are the same objects as in their modules, and ``dir`` lists them before the import."""
     code = """
 import sys, hopwell
 assert "torch" not in sys.modules

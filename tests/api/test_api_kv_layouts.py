@@ -1,4 +1,4 @@
-"""A cache that is read in the wrong layout is refused by a message that names the layout which its shape fits."""
+"""A cache in the wrong layout is refused, and the message names the layout that fits its shape."""
 
 from __future__ import annotations
 

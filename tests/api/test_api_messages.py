@@ -1,4 +1,4 @@
-"""Messages are short, quick to make, and say what else is allowed; sizes of workspaces are checked."""
+"""Messages are short, quick to build, and list the allowed values; sizes of workspaces are checked."""
 
 from __future__ import annotations
 

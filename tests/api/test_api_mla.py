@@ -1,4 +1,4 @@
-"""``trtllm_batch_decode_with_kv_cache_mla``: the problem that a call becomes, its result, and what it refuses."""
+"""``trtllm_batch_decode_with_kv_cache_mla``: the problem of a call, its result, and its refusals."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TestResult:
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize(("name", "q_len", "rank"), [("dense", 1, 512), ("several-tokens", Q_LEN, RANK)])
     def test_out_is_returned_as_it_was_given(self, name: str, q_len: int, rank: int, wide: bool, recorded: Any) -> None:
-        """Rows may have room between them."""
+        """The output is the caller's tensor; rows may have room between them."""
         room = data(BATCH, q_len, HEADS + wide, rank + 8 * wide)
         out = room[:, :, wide:, 8 * wide :]
         for _ in range(3):
@@ -145,7 +145,7 @@ class TestWorkspace:
     @pytest.mark.parametrize("rank", [256, 512])
     @pytest.mark.parametrize("heads", [1, 16, 33, 128])
     def test_holds_what_the_kernel_puts_there(self, heads: int, rank: int, launched: Problems) -> None:
-        """The slots of the largest table and any number of requests fit, wherever the buffer begins."""
+        """The workspace holds the slots of the largest table and any number of requests, at any start of the buffer."""
         for q_len, width, batch in itertools.product((1, 4), (1, 100, 10_000), (1, 300)):
             size = mla_workspace_bytes(heads, 64 * width, q_len, rank, "cpu")
             workspace = torch.empty(size, dtype=U8)
@@ -167,7 +167,7 @@ class TestWorkspace:
             assert problem.scratch.nbytes == size
 
     def test_size_is_what_the_docs_say(self) -> None:
-        """Sizes are those of 132 multiprocessors, in MiB, for up to 256 rows; less of narrow outputs."""
+        """Documented sizes are in MiB, for 132 SMs and up to 256 rows; narrow outputs need less."""
         for rows, (rank, said) in itertools.product((1, 16, 128, 256), ((256, [54, 60]), (512, [72, 84]))):
             sizes = [scratch_bytes(rows, 1, rank, keys, 132, latent=True) for keys in (131072, 1 << 20)]
             assert [math.ceil(size / 2**20) for size in sizes] == said

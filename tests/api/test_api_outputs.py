@@ -1,4 +1,4 @@
-"""Rules for outputs, and refusals of what has no kernel."""
+"""Rules for outputs, and refusals of problems without a kernel."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_context_nvfp4_output_is_served(changes: dict[str, Any], launched: list[
 
 @pytest.mark.parametrize("given", [None, fp4(256, start=100)], ids=["allocated", "given"])
 def test_warm_calls_with_nvfp4_outputs(given: hopwell.FP4Tensor | None, recorded: Any) -> None:
-    """After the first one they go unchecked to the kernel, with the data and the scales that they return."""
+    """Warm calls go to the kernel without checks, with the data and the scales of the tensor that they return."""
     found = [served(out=given) for _ in range(4)]
     assert len(recorded.problems) == 1
     assert [(addresses[OUT], addresses[OUT_SCALES]) for addresses in recorded.addresses] == [
@@ -165,7 +165,7 @@ def test_warm_calls_with_nvfp4_outputs(given: hopwell.FP4Tensor | None, recorded
 
 
 def test_another_nvfp4_output_is_another_call(recorded: Any) -> None:
-    """It may be another one, or the same after its attributes have been set."""
+    """Another output is another FP4Tensor, or the same one with new attributes."""
     out = fp4(256, start=100)
     others = [{"out": fp4(256, start=101)}, {"out": fp4(384, start=100)}, {"out": None}, {"o_sf_scale": 3.0}]
     for count, change in enumerate(others, 2):
@@ -184,7 +184,7 @@ def test_another_nvfp4_output_is_another_call(recorded: Any) -> None:
 
 
 def test_scales_of_warm_nvfp4_outputs_stay_apart(recorded: Any) -> None:
-    """From the queries and from the data of the output, wherever they lie in a call."""
+    """Scales stay apart from the queries and from the output's data at any place in a call."""
     size = TOKENS * HEADS * DIM
     memory = torch.zeros(3 * size + 128 * HEADS * DIM // 16, dtype=FP8)
     query, packed = memory[size : 2 * size], memory[2 * size : 2 * size + size // 2].view(U8)
@@ -205,14 +205,14 @@ def test_scales_of_warm_nvfp4_outputs_stay_apart(recorded: Any) -> None:
 
 
 def test_context_nvfp4_output_of_values_of_another_width() -> None:
-    """The shape before packing is the output's, not that of the queries."""
+    """The shape before packing belongs to the output, not to the queries."""
     changes = {"query": data(TOKENS, HEADS, 192, dtype=FP8)}
     cache = tuple(data(PAGES, KV_HEADS, PAGE, width, dtype=FP8) for width in (192, 128))
     assert served(kv_cache=cache, **changes).original_shape == (TOKENS, HEADS, 128)
 
 
 def test_context_nvfp4_output_of_rows_that_are_whole_blocks() -> None:
-    """Heads of 80 columns are 40 bytes apart, of which kernels store 8 at a time."""
+    """Heads of 80 columns are 40 bytes apart, and kernels store 8 bytes at a time."""
     out = hopwell.FP4Tensor(data(TOKENS, HEADS, 40, dtype=U8), torch.zeros(128, HEADS * 5, dtype=FP8))
     changes = {"query": data(TOKENS, HEADS, 80, dtype=FP8), "kv_cache": stacked("HND", FP8, 80)}
     assert served(out=out, **changes) is out

@@ -1,4 +1,6 @@
-"""What the entry points hand to the kernels: the right elements of the caller's own memory, and the right facts."""
+"""The problems that entry points build for the kernels: the right elements of the caller's memory, and the
+right facts.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,13 @@ from hopwell.kernels.problem import (
 
 Problems = list[AttentionProblem]
 
-# Everything that an entry point may do with tensors before the launch: look at them in other ways, and allocate.
+# The only tensor operations that an entry point may use before the launch: views and allocation.
 VIEWS = {"view", "unbind", "transpose", "unsqueeze", "select", "slice", "as_strided", "expand", "detach", "empty"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def probed() -> None:
-    """Look at what is supported, which a process does once, on small tensors of its own."""
+    """Probe the supported features on small tensors, which a process does once."""
     for entry in features.ENTRIES:
         for row in features.table_of(entry).features:
             assert isinstance(row.archs, tuple)
@@ -79,7 +81,7 @@ def fmha_v2(name: str = "contiguous", **changes: Any) -> Any:
 
 
 def addresses(problem: AttentionProblem, which: str, request: int, kv_len: int) -> list[list[int]]:
-    """Return where the problem says that the K or V rows of a request are: [key][kv head]."""
+    """Return the addresses of K or V rows of a request according to the problem: [key][kv head]."""
     tensor = getattr(problem, which)
     if problem.page_table is None:
         start = starts(problem.k_offsets if which == "key" else problem.v_offsets)[request]
@@ -92,7 +94,7 @@ def addresses(problem: AttentionProblem, which: str, request: int, kv_len: int) 
 
 
 def expected_row(arguments: dict[str, Any], part: int, request: int, key: int, head: int) -> torch.Tensor:
-    """Return the K (part 0) or V (part 1) row in the tensors that were passed, straight from their documentation."""
+    """Return the K (part 0) or V (part 1) row of the caller's tensors, following their documentation."""
     page, row = TABLE[request][key // PAGE], key % PAGE
     token = sum(KV_LENS[:request]) + key
     if "kv_cache" in arguments:
@@ -126,7 +128,7 @@ def test_problem_addresses_the_callers_elements(case: Form, launched: Problems) 
     (problem,) = launched
     packed = arguments.get("input_layout") == "PACKED_QKV"
     lengths = Q_LENS if packed else KV_LENS
-    if problem.token_table is not None:  # which says itself where keys are
+    if problem.token_table is not None:  # the indices themselves give the places of keys
         lengths = []
         assert problem.token_table.data_ptr() == arguments["block_tables"].data_ptr()
         assert torch.equal(problem.token_table, arguments["block_tables"].flatten(0, 1))
@@ -177,7 +179,7 @@ def test_nothing_is_read_or_copied(case: Form) -> None:
             case.function(**arguments)
         except NotImplementedError:
             assert not case.runs
-    assert operations.names <= VIEWS | {"new_empty"}  # what stands for the launch uses the latter
+    assert operations.names <= VIEWS | {"new_empty"}  # the stand-in for the launch uses new_empty
 
 
 def test_context_lengths_and_table_are_the_callers_tensors(launched: Problems) -> None:

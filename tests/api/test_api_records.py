@@ -1,4 +1,4 @@
-"""The arguments of a call have the names of the entry's parameters, and operands lie in those that they are said to."""
+"""The fields of a call have the names of the entry's parameters, and operands are in the fields that name them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Malformed calls among valid ones, first and later ones, with device data looked at and without, from one seed: only
-the documented errors, which name an argument. By hand, ``--calls 20000 --seed 1000000`` makes more and others."""
+"""Malformed calls among valid ones, first and repeated, with and without device checks, from one seed.
+
+Calls raise only the documented errors, which name an argument. ``--calls 20000 --seed 1000000`` runs more and others.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def broken(value: Any, rng: random.Random) -> Any:
 
 
 def failure(form: Form, arguments: dict[str, Any]) -> str | None:
-    """Say what a call did that it should not; None where it was right."""
+    """Return the fault of a call; None if it behaved correctly."""
     try:
         form.function(**arguments)
     except ERRORS as error:

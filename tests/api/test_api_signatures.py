@@ -1,5 +1,7 @@
-"""The public signatures are FlashInfer's, transcribed here as plain data from its documentation. What its newer
-versions have beside that follows as keywords."""
+"""The public signatures equal FlashInfer's, transcribed here as plain data from its documentation.
+
+Parameters of newer versions follow as keywords.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The support table: what it prints is what the entry points enforce."""
+"""The support table prints what the entry points enforce."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
 
 @pytest.mark.parametrize("entry", features.ENTRIES)
 def test_problems_need_the_rows_that_they_stand_for(entry: str) -> None:
-    """The table refuses a problem exactly where no kernel serves it."""
+    """The table refuses a problem exactly if no kernel serves it."""
     for row in features.ENTRIES[entry].features:
         for case in row.cases:
             problem = row.probe(**case)

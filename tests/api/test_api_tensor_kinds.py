@@ -1,4 +1,4 @@
-"""Tensors whose memory does not hold their elements are refused by name, in the first call and in later ones."""
+"""Tensors whose memory does not hold their elements are refused by name, in first and repeated calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hopwell import _repeat
 
 
 class Logged(torch.Tensor):
-    """A tensor that answers in its own way."""
+    """A tensor subclass with a dispatch of its own."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -58,7 +58,7 @@ def public_functions() -> Iterator[Any]:
 
 
 class Compiled:
-    """Calls a function from compiled code, as a model does, and keeps the graphs of what Dynamo traced."""
+    """Calls a function from compiled code, as a model does, and keeps the graphs that Dynamo traced."""
 
     def __init__(self, function: Callable[..., Any]):
         self.graphs: list[torch.fx.GraphModule] = []
@@ -73,7 +73,7 @@ class Compiled:
 
 
 def examples(function: Callable[..., Any], stand_in: Compiled) -> doctest.TestResults:
-    """Run the examples in a docstring, in which ``stand_in`` takes the place of the function."""
+    """Run the examples in a docstring, with ``stand_in`` instead of the function."""
     module = inspect.getmodule(function)
     assert isinstance(module, ModuleType)
     names = {**vars(layouts), **vars(module), function.__name__: stand_in}

@@ -1,4 +1,4 @@
-"""Rules that arguments of one kind share in all entries: the error's class, and a message that names the argument."""
+"""Rules shared by arguments of one kind in all entries: the error's class, and a message that names the argument."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def each(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 def test_tensor_types(entry: str, name: str) -> None:
     for value in (None, 3, [1, 2], np.zeros(3)):
         refused(entry, TypeError, f"^{name} must be a torch.Tensor", **{name: value})
-    if name != "workspace_buffer" or entry in (XQA, MLA):  # elsewhere nothing is done with it
+    if name != "workspace_buffer" or entry in (XQA, MLA):  # elsewhere the argument has no effect
         refused(entry, ValueError, f"^{name} must be a strided tensor", **{name: torch.zeros(3, 3, 3).to_sparse()})
 
 

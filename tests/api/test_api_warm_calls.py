@@ -1,4 +1,4 @@
-"""A call like one that has been checked goes straight to the kernel, with the operands of this call and no other."""
+"""A call like a checked one goes straight to the kernel, with the operands of this call only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_warm_call_has_the_addresses_that_a_checked_call_has(case: Form, recor
 
 
 class Operations(TorchDispatchMode):
-    """Records what is done with tensors."""
+    """Records operations on tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", IN_PLACE, ids=str)
 def test_a_warm_call_makes_no_tensors_but_its_results(case: Form) -> None:
-    """Not even a view of one, which takes about as long as all the rest."""
+    """A warm call makes not even a view, which would take about as long as the rest of the call."""
     arguments = case.build()
     results = case.function(**arguments)
     out, *stats = results if isinstance(results, tuple) else (results,)
@@ -118,7 +118,7 @@ def test_warm_statistics(recorded: Any) -> None:
 
 
 def test_warm_calls_say_how_wide_indices_are(recorded: Any) -> None:
-    """An odd address says it, in the checked call and in those that repeat it with other tensors."""
+    """An odd address shows the width, in the checked call and in repeats with other tensors."""
     arguments = form(XQA, "stacked-NHD")
     for width in (torch.int64, torch.int32, torch.int64):
         for _ in range(3):
@@ -182,7 +182,7 @@ BOUNDS = {
 
 @pytest.mark.parametrize(("entry", "name"), BOUNDS.items())
 def test_a_bound_that_changes_no_result_makes_no_other_call(entry: str, name: str, recorded: Any) -> None:
-    """It grows with every step of a model. What is no bound is refused all the same."""
+    """The bound grows with every step of a model. An invalid bound is still refused."""
     arguments = form(entry, api_calls.DEFAULT[entry])
     for bound in range(20, 30):
         FUNCTIONS[entry](**{**arguments, name: bound})
@@ -220,7 +220,7 @@ def test_latest_calls_are_recognised_without_a_key(recorded: Any, monkeypatch: p
 
 
 def test_more_kinds_of_calls_than_are_recognised(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are found by their keys, and what recognises them is not made again."""
+    """Later calls are found by their keys, and the recognisers are not made again."""
     kinds = [{**form(CONTEXT, "stacked-HND"), "window_left": left} for left in range(_launch.RECENT + 2)]
     for arguments in kinds * 2:
         FUNCTIONS[CONTEXT](**arguments)
@@ -236,7 +236,7 @@ def test_more_kinds_of_calls_than_are_recognised(recorded: Any, monkeypatch: pyt
 def test_other_metadata_is_another_call(
     case: Form, change: str, guards: str, recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever becomes of it, it does not go to the kernel that was made for the call before."""
+    """A call with other metadata never goes to the kernel of the call before."""
     if guards == "other":
         monkeypatch.setattr(_repeat, "_torch_guard", lambda *tensors: torch.no_such_guard)
     arguments = case.build()
@@ -261,7 +261,7 @@ def test_other_metadata_is_another_call(
 
 
 def test_tensors_that_need_a_gradient_are_recognised_too(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys do not hold it and torch's guards do. The first call warns, and is checked."""
+    """Keys do not include requires_grad, and torch's guards do. The first call warns, and is checked."""
     arguments = form(CONTEXT, "stacked-HND")
     other = {**arguments, "query": arguments["query"].clone().requires_grad_()}
     FUNCTIONS[CONTEXT](**arguments)
@@ -276,7 +276,7 @@ def test_tensors_that_need_a_gradient_are_recognised_too(recorded: Any, monkeypa
 
 
 def test_a_tensor_given_twice_is_two_operands(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later calls may give two tensors where the first gave one for both; those that do not need no key."""
+    """Later calls may give two tensors where the first call gave one for both; calls without this need no key."""
     arguments = form(CONTEXT, "stacked-HND")
     lengths = arguments["seq_lens"]
     for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
@@ -309,7 +309,7 @@ def test_two_sinks_are_refused_after_one_was_accepted() -> None:
 def test_a_scale_on_the_host_as_a_tensor_is_read_each_time(recorded: Any) -> None:
     arguments = form(CONTEXT, "stacked-HND")
     for name in ("query", "block_tables", "seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv"):
-        assert arguments[name].device.type == "cpu"  # so that here a tensor scale is on the device and stays there
+        assert arguments[name].device.type == "cpu"  # on the CPU, so a tensor scale is on the device and stays there
     arguments["bmm1_scale"] = torch.tensor(0.25)
     FUNCTIONS[CONTEXT](**arguments)
     FUNCTIONS[CONTEXT](**arguments)
@@ -344,7 +344,7 @@ def test_a_log_sum_exp_over_an_operand_is_refused_in_a_warm_call_too(name: str) 
 @pytest.mark.parametrize("entry", [XQA, MLA])
 @pytest.mark.parametrize("name", ["query", "kv_cache", "out"])
 def test_a_workspace_over_an_operand_is_refused_in_a_warm_call_too(entry: str, name: str, recorded: Any) -> None:
-    """A call is also refused where only their ends lie in each other."""
+    """A call is refused even if only the ends of the workspace and an operand overlap."""
     arguments = form(entry, api_calls.DEFAULT[entry])
     results = FUNCTIONS[entry](**arguments)
     arguments["out"] = torch.empty_like(results)
@@ -373,7 +373,7 @@ def test_unaligned_memory_is_refused_in_a_warm_call_too(name: str) -> None:
 
 @pytest.mark.parametrize(("entry", "name"), [(CONTEXT, "kv_block_scales"), (XQA, "kv_cache_sf")])
 def test_unaligned_scales_are_refused_in_a_warm_call_too(entry: str, name: str) -> None:
-    """Kernels read four of them at a time, where three bytes more would be a fault of the device."""
+    """Kernels read four scales at a time; an address with three extra bytes would be a device fault."""
     arguments = form(entry, "nvfp4" if entry == XQA else "nvfp4-HND")
     for _ in range(3):
         FUNCTIONS[entry](**arguments)
@@ -407,7 +407,7 @@ def test_the_document_prints_the_function_of_a_repeated_call(monkeypatch: pytest
 
 
 def test_results_that_interleave_with_inputs_are_remembered(recorded: Any) -> None:
-    """StreamKRanges overlap and rows do not: the checks decide it, once for each distance or place."""
+    """StreamKRanges overlap and rows do not: the checks decide this once for each distance or place."""
     arguments = form(CONTEXT, "stacked-HND")
     tokens, heads, dim = arguments["query"].shape
 
@@ -423,7 +423,7 @@ def test_results_that_interleave_with_inputs_are_remembered(recorded: Any) -> No
 
 
 def test_an_address_with_the_alignment_that_was_checked_is_known(recorded: Any) -> None:
-    """Indices lie at multiples of 4 bytes, such as the rest of a longer tensor."""
+    """Indices may start at any multiple of 4 bytes, such as the rest of a longer tensor."""
     arguments = form(XQA, "stacked-NHD")
     for first in (1, 1, 0, 1, 2):
         longer = torch.zeros(first + 3, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""A repeated call does for every argument what a first call with the same arguments does."""
+"""For every argument, a repeated call does the same as a first call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def described(value: Any) -> Any:
 
 
 class Launches:
-    """Stands for the plans of attention and of append: notes addresses and constants of the launches of both."""
+    """Stand-in for the plans of attention and append: records addresses and constants of their launches."""
 
     def __init__(self, recorded: Any) -> None:
         self.noted: list[tuple[Any, ...]] = []
@@ -106,7 +106,7 @@ def remembered(function: Callable[..., Any]) -> Any:
 
 
 def forget(function: Callable[..., Any]) -> Any:
-    """Put calls that remember nothing in the place of an entry's; return those."""
+    """Replace an entry's calls by calls without memory; return the new calls."""
     module, name = CALLS[function.__name__]
     known = getattr(module, name)
     new = _append.AppendCalls() if module is page else _launch.Calls(known.operand_map)

@@ -1,4 +1,4 @@
-"""``xqa_batch_decode_with_kv_cache``: the problem that a call becomes, the shape of its result, and what it refuses."""
+"""``xqa_batch_decode_with_kv_cache``: the problem of a call, the shape of its result, and its refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TestProblem:
         assert [p.mask for p in launched] == [Mask(MaskKind.SLIDING_WINDOW, left), Mask(MaskKind.DRAFT, left)]
 
     def test_host_scales(self, launched: Problems) -> None:
-        """A 16-bit output has the factors bmm2_scale and o_scale."""
+        """A 16-bit output is scaled by bmm2_scale and o_scale."""
         xqa(bmm1_scale=0.125, bmm2_scale=3, o_scale=0.5)
         xqa(o_scale=None)
         scales = [(p.softmax_scale, p.output_scale, p.output_factor) for p in launched]
@@ -89,7 +89,7 @@ class TestProblem:
         assert {type(scale) for three in scales for scale in three} == {float}
 
     def test_an_fp8_output_has_one_factor(self, launched: Problems) -> None:
-        """bmm2_scale is made for its range, whatever else the caller says of it."""
+        """An fp8 output is scaled by bmm2_scale alone, regardless of the caller's other scales."""
         out = data(BATCH, HEADS, DIM, dtype=FP8)
         assert xqa("fp8-HND", out=out, bmm2_scale=3.0, o_scale=0.5) is out
         xqa("fp8-HND", bmm2_scale=3.0, o_scale=0.5)
@@ -104,7 +104,7 @@ class TestProblem:
 
     @pytest.mark.parametrize("mask", [torch.zeros(3), torch.zeros(0, dtype=torch.uint16)])
     def test_a_mask_for_single_tokens_is_ignored(self, mask: torch.Tensor, launched: Problems) -> None:
-        """Whatever it holds: callers pass one with every call."""
+        """The mask has no effect with any content, because callers pass one with every call."""
         for q_len in (1, None):
             xqa(q_len_per_req=q_len, mask=mask)
         assert all(problem.draft_mask is None and problem.mask == Mask(MaskKind.FULL) for problem in launched)
@@ -156,8 +156,10 @@ class TestWorkspace:
     def test_holds_what_the_kernel_puts_there(
         self, heads: int, kv_heads: int, head_dim: int, launched: Problems, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The slots of the largest table and any number of requests fit, wherever the buffer begins. On so many
-        multiprocessors that few rows take more than the least there is."""
+        """The workspace holds the slots of the largest table and any number of requests, at any start of the buffer.
+
+        The number of SMs is large enough that few rows need more than the minimum.
+        """
         monkeypatch.setattr(geometry, "EMULATED_SMS", 132)
         kinds = itertools.product((1, 5, 33), (1, 100, 10_000), (1, 300), (BF16, FP8))
         for q_len, width, batch, kv_dtype in kinds:
@@ -184,7 +186,7 @@ class TestWorkspace:
             assert problem.scratch.nbytes == size
 
     def test_size_is_what_the_docs_say(self) -> None:
-        """Sizes are those of 132 multiprocessors."""
+        """Documented sizes are for 132 SMs."""
         for rows, most in ((8, 24), (32, 56), (64, 101)):
             assert scratch_bytes(rows, 8, 128, 131072, 132) <= most * 2**20
 
@@ -290,7 +292,7 @@ class TestRefusals:
         refused(XQA, ValueError, "^out must not share memory with kv_cache_sf", "nvfp4", kv_cache_sf=scales, out=out)
 
     def test_block_scales_of_other_head_dims(self) -> None:
-        """Rows of 192 elements are whole blocks, but not such as lanes have equal parts of."""
+        """Rows of 192 elements are whole blocks, but lanes cannot share them equally."""
         cache, scales = data(PAGES, 2, PAGE, KV_HEADS, 96, dtype=U8), data(PAGES, 2, PAGE, KV_HEADS, 12, dtype=FP8)
         changes = dict(query=data(BATCH, HEADS, 192), kv_cache=cache, kv_cache_sf=scales)
         message = "on sm_90a supports these head dims: .*with NVFP4 caches: 64, 128, 256; got head_dim=192 for Q and K"

@@ -1,4 +1,4 @@
-"""What ``append_paged_kv_cache`` refuses, by name and before a launch; and its compiled kernels."""
+"""Refusals of ``append_paged_kv_cache``, by name and before a launch; and its compiled kernels."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_refused_where_there_is_no_kernel() -> None:
 
 
 def test_kernels_are_the_devices_own_whatever_attention_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled for sm_120a they could not be loaded on another device."""
+    """Kernels compiled for sm_120a could not be loaded on another device."""
     monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
     bound: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""With the check of device data on, an append names what would be lost: by argument, index and value."""
+"""With the check of device data, an append names tokens that would be lost: by argument, index and value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUESTS, POSITIONS = "batch_indices", "positions"
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return what is launched, while the check is on."""
+    """Return the recorded launches, with the check on."""
     found: list[Any] = []
     monkeypatch.setenv("HOPWELL_CHECK", "1")
     monkeypatch.setattr(AppendPlan, "__init__", lambda self, problem: None)
@@ -133,7 +133,7 @@ def test_scales(launches: list[Any], name: str, cache: torch.dtype, value: float
 
 
 def test_switching(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that has been checked and is repeated is looked at as soon as the check is on."""
+    """A repeated call is checked as soon as the check is on."""
     repeated = staticmethod(lambda anchor, addresses: launches.append(addresses))
     for name, value in dict(function=repeated, anchor=None, constants=()).items():
         monkeypatch.setattr(AppendPlan, name, value, raising=False)

@@ -1,4 +1,4 @@
-"""New tokens in paged caches, to the byte what the quantizers of ``hopwell.layouts`` give, and nothing else written."""
+"""New tokens in paged caches equal the output of the quantizers in ``hopwell.layouts``; no other byte is written."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_block_tables(device: str, shared: bool) -> None:
 
 
 def test_keys_and_values_in_different_pages(device: str) -> None:
-    """What K's ids name in K's pool, V's name in V's: with V's pool rolled the cache is the same."""
+    """K's ids index K's pool, and V's ids index V's pool: with V's pool rolled the cache is the same."""
     data = Data(replace(CASES["bf16"], device=device))
     want = data.expected()
     table = data.block_tables()
@@ -92,7 +92,7 @@ INDICES = ("batch_indices", "positions", "indices", "indptr", "last")
 
 @pytest.mark.parametrize("wide", [INDICES, *((name,) for name in INDICES)], ids=lambda names: "+".join(names))
 def test_indices_of_64_bits(device: str, wide: tuple[str, ...]) -> None:
-    """All of them, and each one among others of 32 bits."""
+    """All indices have 64 bits, or each one alone among 32-bit ones."""
     data = Data(replace(CASES["nvfp4"], device=device))
     want = data.expected()
     for name in wide:
@@ -133,7 +133,7 @@ def test_indices_beyond_32_bits_name_no_place(device: str, multiple: int) -> Non
 
 
 def page_of(data: Data, token: int) -> int:
-    """Return the place in kv_indices of the page that a token goes to."""
+    """Return the position in kv_indices of a token's page."""
     return int(data.indptr[int(data.batch_indices[token])]) + int(data.positions[token]) // data.case.page_size
 
 
@@ -155,7 +155,7 @@ def test_the_emulator_takes_no_memory_for_what_stays_as_it_is() -> None:
 
 
 def test_places_of_64_bits() -> None:
-    """As in FlashInfer's example. Places that int32 does not hold become the largest ones, which are none."""
+    """Places follow FlashInfer's example. Places beyond int32 become the largest ones, which are invalid."""
     starts, lengths = torch.tensor([0, 1, 3, 6, 10]), torch.tensor([5, 5, 5, 2**32 + 5])
     for change in (lambda x: x, lambda x: x.int()):
         requests, positions = hopwell.get_batch_indices_positions(change(starts), lengths, 11)

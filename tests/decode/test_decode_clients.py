@@ -1,4 +1,4 @@
-"""The calls that serving engines make for decode, as they stand in their sources, against float64."""
+"""Decode calls of serving engines, copied from their sources, against float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batch(device: str, q_lens: list[int], kind: str = "linear", **options: Any) 
 
 
 def split_cache(data: DecodeBatch, problem: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V as halves of the rows of one cache [pages, heads, page_size, 2 * head_dim], which is vLLM's."""
+    """Return K and V as halves of the rows of one cache [pages, heads, page_size, 2 * head_dim], vLLM's layout."""
     return tuple(torch.cat((problem.key, problem.value), -1).split(data.head_dim, -1))
 
 
@@ -50,7 +50,7 @@ def common(data: DecodeBatch, problem: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_vllm_xqa_of_one_token(device: str) -> None:
-    """The output is the front of one that a full graph has padded."""
+    """The output is the front of a tensor that a full graph has padded."""
     data = batch(device, [1] * 5)
     room = torch.full((8, 4, 128), 7.0, dtype=data.dtype, device=device)
     options = dict(q_len_per_req=1, mask=None, q_cu_seq_lens=None, out=room[: data.tokens])
@@ -62,7 +62,7 @@ def test_vllm_xqa_of_one_token(device: str) -> None:
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, NVFP4], ids=["wide", "e4m3", "nvfp4"])
 @pytest.mark.parametrize("heads", [4, 16])
 def test_vllm_xqa_of_uneven_drafts(kv_dtype: torch.dtype | None, heads: int, device: str) -> None:
-    """Lengths come from the device; rows behind the last request's keep what they hold, and are not read."""
+    """Lengths come from the device; rows after the last request keep their contents, and are not read."""
     data = batch(device, [3, 0, 5, 1, 6], "tree", heads=heads, kv_heads=2, kv_dtype=kv_dtype)
     problem = data.decode(16, DRAFT, ragged=True)
     padding = data.q.new_full((4, heads, 128), torch.nan)
@@ -81,7 +81,9 @@ def test_vllm_xqa_of_uneven_drafts(kv_dtype: torch.dtype | None, heads: int, dev
 
 
 def test_sglang_decode(device: str) -> None:
-    """Every argument that its backend gives; the workspace is for others' kernels and too small for this one."""
+    """The call has every argument of SGLang's backend; the workspace is for other kernels and too small for
+    this one.
+    """
     data = batch(device, [1] * 5)
     problem, mask = data.decode(16, Mask(MaskKind.SLIDING_WINDOW, 50)), Mask(MaskKind.SLIDING_WINDOW, 50)
     options: dict[str, Any] = dict(out_dtype=data.dtype, skip_softmax_threshold_scale_factor=None, window_left=50)
@@ -94,7 +96,10 @@ def test_sglang_decode(device: str) -> None:
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 def test_several_tokens_without_a_mask_are_causal(ragged: bool, device: str) -> None:
-    """They are in trtllm-gen too; the log-sum-exp is to base 2. Beyond 32 tokens there is more than a word of bits."""
+    """A missing mask means causal, as in trtllm-gen; the log-sum-exp is to base 2.
+
+    More than 32 tokens take more than a word of bits.
+    """
     q_lens = [3, 0, 40, 1, 6] if ragged else [3] * 5
     data = batch(device, q_lens)
     problem = data.decode(16, DRAFT, ragged=True)
@@ -110,7 +115,7 @@ def test_several_tokens_without_a_mask_are_causal(ragged: bool, device: str) -> 
 
 
 def test_other_new_tokens_in_the_same_memory(device: str) -> None:
-    """On the GPU under a graph, which holds the bounds alone: how many new tokens there are is read on the device."""
+    """Under a graph on the GPU, only the bounds are fixed: the kernel reads the number of new tokens on the device."""
     batches = [batch(device, q_lens, heads=16, kv_heads=2) for q_lens in ([3, 0, 5, 1, 6], [6, 1, 0, 5, 3], [1] * 5)]
     given: list[dict[str, Any]] = []
     for data in batches:
@@ -145,7 +150,7 @@ def test_other_new_tokens_in_the_same_memory(device: str) -> None:
 
 @pytest.mark.parametrize("heads", [4, 16])
 def test_more_new_tokens_than_their_bound(heads: int, device: str) -> None:
-    """A request with more is computed as if it had that many, and nothing is written behind them."""
+    """A request above the bound is computed as if it had the bound, and nothing is written after its tokens."""
     bound, q_lens = 2, [3, 0, 5, 1, 6]
     data = batch(device, q_lens, heads=heads, kv_heads=2)
     problem, begins = data.decode(16, DRAFT, ragged=True), starts(q_lens)
@@ -169,7 +174,7 @@ def test_more_new_tokens_than_their_bound(heads: int, device: str) -> None:
     ids=["one", "rows", "ragged-e4m3"],
 )
 def test_context_parallel_ranks(q_lens: list[int], heads: int, kv_dtype: torch.dtype | None, device: str) -> None:
-    """Ranks mask by where keys are among those of all, and are combined by log-sum-exps, as in latent attention."""
+    """DCP ranks mask by the keys' global positions, and are combined by log-sum-exps, as in MLA."""
     data = batch(device, q_lens, heads=heads, kv_heads=1, kv_dtype=kv_dtype)
     options: dict[str, Any] = dict(cp_world=2, causal_seqlens_kv_global=data.ints(KV_LENS), return_lse=True)
     if len(set(q_lens)) > 1:
@@ -187,7 +192,7 @@ def test_context_parallel_ranks(q_lens: list[int], heads: int, kv_dtype: torch.d
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, NVFP4], ids=["wide", "e4m3", "nvfp4"])
 @pytest.mark.parametrize("pages", [-2, 3])
 def test_pages_of_k_and_v(pages: int, kv_dtype: torch.dtype | None, layout: str, device: str) -> None:
-    """K and V have page ids of their own, and the pool of V has fewer or more pages than that of K."""
+    """K and V have separate page ids, and V's pool has fewer or more pages than K's."""
     data = batch(device, [1] * 5, kv_dtype=kv_dtype)
     problem = data.decode(16)
     used = problem.page_table.key[problem.page_table.key >= 0].unique().long()
@@ -225,7 +230,7 @@ def test_pages_of_k_and_v(pages: int, kv_dtype: torch.dtype | None, layout: str,
 
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16], ids=str)
 def test_e4m3_queries(out_dtype: torch.dtype | None, device: str) -> None:
-    """They give the bits of the same values in 16 bits; the output is e4m3 unless asked otherwise."""
+    """Queries give the bits of the same values in 16 bits; the output is e4m3 by default."""
     fp8 = torch.float8_e4m3fn
     data = batch(device, [1] * 5, kv_dtype=fp8)
     data.q = data.q.to(fp8)
@@ -240,7 +245,7 @@ def test_e4m3_queries(out_dtype: torch.dtype | None, device: str) -> None:
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group", [4, 20])
 def test_e4m3_queries_over_nvfp4(group: int, out_dtype: torch.dtype | None, device: str) -> None:
-    """Scales are linear, as for other queries; the output is e4m3 unless asked otherwise, by its dtype or a tensor."""
+    """Scales are linear, as for other queries; the output is e4m3 by default, or has the given dtype or tensor."""
     fp8 = torch.float8_e4m3fn
     data = batch(device, [1] * 5, heads=2 * group, kv_dtype=NVFP4)
     data.q = data.q.to(fp8)
@@ -275,8 +280,10 @@ def test_e4m3_queries_need_an_e4m3_or_nvfp4_cache(kv_dtype: torch.dtype | None) 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["wide", "e4m3"])
 def test_uneven_drafts_do_not_change_a_request(kv_dtype: torch.dtype | None, device: str) -> None:
-    """A request with one new token has the same bits beside one with four, and over 16-bit caches for any bound that
-    keeps rows within a tile of the tree."""
+    """A request with one new token has the same bits beside a request with four.
+
+    Over 16-bit caches this holds for any bound that keeps rows within a tile of the tree.
+    """
     data = batch(device, [1, 0, 4, 0, 0], heads=16, kv_heads=2, kv_dtype=kv_dtype)
 
     def out(one: DecodeBatch, bound: int) -> torch.Tensor:

@@ -20,8 +20,10 @@ SHIPPED = list(shipped_decode_configs())
 
 
 def small_case(config: DecodeConfig) -> None:
-    """Requests have no keys to three chunks or leaves, which are combined; drafts have all rows of a tile, or two
-    tiles."""
+    """Check requests from zero keys to three chunks or leaves, which are combined.
+
+    Drafts fill one tile of rows, or two tiles.
+    """
     chunk, group = config.chunk_tokens, min(fewest_rows(config) + 4, config.rows)
     case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group, kv_heads=2, window=chunk + 3)
     if config.mask is MaskKind.DRAFT:
@@ -36,7 +38,7 @@ def test_small_case(config: DecodeConfig) -> None:
 
 
 def sanitized() -> dict[str, list[DecodeConfig]]:
-    """Return what goes under the sanitizers, in parts that take a minute or so and may run side by side."""
+    """Return the sanitizer cases, in parts of about a minute that may run side by side."""
     parts = defaultdict(list)
     for config in SHIPPED:
         if config.dtype == "bf16" and config.box_rows in (0, 16):

@@ -1,7 +1,7 @@
-"""The decode kernels on the emulator, against float64, in one ordinary and two adverse schedules.
+"""The decode kernels in the emulator, against float64, in one ordinary and two adverse schedules.
 
-All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN,
-and so is the scratch at first; what one launch leaves there the next one finds.
+All of them run under the race detector and the proxy check. Data that a kernel must not read or must overwrite is NaN,
+and so is the scratch at first. Each launch finds the scratch contents of the launch before.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ pytestmark = pytest.mark.emulator
 
 
 def is_emulated(config: DecodeConfig) -> bool:
-    """All but what would only take longer: boxes between 16 tokens and the tallest, and of other caches and dtypes one
-    head dim each where that decides nothing."""
+    """Whether a config is emulated: all except configs that would only take longer.
+
+    Boxes between 16 tokens and the tallest are left out. Other caches and dtypes have one head dim each if it has no
+    effect.
+    """
     if config.dtype != "bf16" or config.out_dtype != "bf16":
         return (config.head_dim_qk, config.kv_type) in ((128, KvType.WIDE), (64, KvType.E4M3))
     if config.kv_type is KvType.WIDE:
@@ -64,15 +67,16 @@ def lengths(chunk: int) -> list[int]:
 
 
 def drafts(chunk: int, most: int) -> list[tuple[int, int]]:
-    """Return new tokens, up to ``most``, and keys: fewer keys than tokens, drafts across the end of a chunk, and
-    requests without tokens."""
+    """Return new tokens, up to ``most``, and keys.
+
+    The cases are fewer keys than tokens, drafts across the end of a chunk, and requests without tokens.
+    """
     return [(3, 1), (0, 40), (5, 5), (1, chunk), (most, chunk + most // 4), (2, 0), (most - 4, 2 * chunk + 40)]
 
 
 @pytest.mark.parametrize(("config", "page_size"), [*cases()])
 def test_decode(config: DecodeConfig, page_size: int) -> None:
-    """A few requests have from no keys to three chunks or leaves; with drafts all rows of a tile, or more than it
-    has."""
+    """A few requests have zero keys to three chunks or leaves; drafts fill a tile of rows, or exceed it."""
     seed, chunk = CONFIGS.index(config), config.chunk_tokens
     group = min(fewest_rows(config) + (0, 2, 3, 6, 15)[seed % 5], config.rows)
     case = Case([1] * 7, lengths(chunk), group, kv_heads=2)
@@ -119,7 +123,7 @@ def test_widths_of_8_bits_with_a_second_block_of_columns(kv_type: KvType, head_d
     ("group", "kv_type"), [(1, KvType.WIDE), (5, KvType.WIDE), (33, KvType.WIDE), (3, KvType.INT8)]
 )
 def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:
-    """There is also more work than CTAs: units of many requests are found in the right order."""
+    """More work than CTAs: work tiles of many requests are found in the right order."""
     config = config_for(64, MaskKind.FULL, 16, kv_type=kv_type, rows=group)
     kv_lens = [(0, 3, 40, config.chunk_tokens + 1)[i * i % 7 % 4] for i in range(75)]
     case = Case([1] * len(kv_lens), kv_lens, group=group, sinks=False)
@@ -143,8 +147,7 @@ def test_a_single_request_is_as_one_of_several(head_dim: int, kv_type: KvType, w
 
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 2), (512, 1)])
 def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
-    """There are chunks of one group and one more, of three groups and of one whole one; and a window that leaves
-    few."""
+    """There are chunks of one fan-in group and one more, of three groups and of one whole group, and a short window."""
     full, windowed = (config_for(head_dim, mask, 16, rows=33) for mask in (MaskKind.FULL, MaskKind.SLIDING_WINDOW))
     n, chunk = FAN_IN, full.chunk_tokens
     kv_lens = [(n + 1) * chunk, 2 * n * chunk + 1, n * chunk][: 3 if head_dim == 128 else 1]
@@ -155,13 +158,14 @@ def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_warps_that_have_parted_meet_before_they_hand_work_back(seed: int) -> None:
-    """Some lanes of a warp that combines have a store more than the others. Few schedules keep them together."""
+    """Some lanes of a combining warp have one store more than the others. Few schedules keep the lanes together."""
     config = config_for(512, MaskKind.FULL, 64, rows=16)
     kv_lens = [config.chunk_tokens - 1, 2 * config.chunk_tokens, 4 * config.chunk_tokens + 77, 3]
     check_config(config, Case([1] * 4, kv_lens, group=16), 64, "cpu", [setting("random", seed)])
 
 
-# Partials wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
+# Partials wait for earlier partials in their slot, more often with fewer slots: here one request's slots and little
+# more.
 @pytest.fixture
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
@@ -171,7 +175,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 17, 1), (128, 2, 3, 30), (512, 1, 9, 1)])
 def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: int) -> None:
-    """Requests with one group of partials and with two use them."""
+    """Requests with one fan-in group of partials and with two reuse slots."""
     config = config_for(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL, 16, rows=group * q_len)
     chunks = [18, 2, 3, 1, 17, 2, 2, 5, 18, 4] if q_len == 1 else [4, 2, 3, 1, 2, 4, 2]
     case = Case([q_len] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group, kv_heads, sinks=False)
@@ -181,17 +185,19 @@ def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: i
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize("seed", range(4))
 def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
-    """There are ten slots, and requests of four partials get those of two requests of two: the second may be done
-    before the first, which still counts its partials in the slot where the four are to be counted. One schedule in ten
-    does that."""
+    """Ten slots: requests of four partials reuse the slots of two requests of two partials.
+
+    The second request may be done before the first, which still counts its partials in the slot that will count the
+    four. One schedule in ten does that.
+    """
     config = config_for(64, MaskKind.FULL, 16, rows=33)
     chunks = ([2] * 5 + [4, 4, 2]) * 3
     case = Case([1] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group=33, sinks=False)
     check_config(config, case, 16, "cpu", [setting("priority", seed, resident=4)])
 
 
-# With one head every CTA has a range of its own, with three some CTAs have none, and with five all are handed out: with
-# nine where two CTAs share a multiprocessor.
+# With one head, every CTA has a range of its own; with three, some CTAs have none. With five all are handed out, or
+# with nine if two CTAs share an SM.
 @pytest.mark.parametrize(
     ("head_dim", "rows", "kv_heads", "kv_type"),
     [
@@ -200,9 +206,12 @@ def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
     ],
 )
 def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_type: KvType) -> None:
-    """A batch is its requests one by one, bit for bit: each of these is shared out by itself. Long lines leave nodes
-    for combines in two rounds, and of 32 rows, or 256 columns and half of the shared memory, more levels wait than
-    there is room for."""
+    """A batch equals its requests one by one, bit for bit, although each single request is divided among the CTAs
+    alone.
+
+    Long lines leave nodes for combines in two rounds. With 32 rows, or 256 columns and half of the shared memory, more
+    levels wait than there is room for.
+    """
     config = config_for(head_dim, MaskKind.FULL, 64, kv_type=kv_type, rows=rows)
     leaf = config.chunk_tokens
     kv_lens = [40 * leaf + 5, 0, 3 * leaf, 1, 17 * leaf - 1, 33 * leaf]

@@ -1,4 +1,4 @@
-"""``xqa_batch_decode_with_kv_cache`` in every input form, on the GPU and on the emulator, against float64."""
+"""``xqa_batch_decode_with_kv_cache`` in every input form, on the GPU and in the emulator, against float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch(device: str, q_len: int = 1, **options: Any) -> DecodeBatch:
     ("kv_dtype", "heads"), [(None, 4), (torch.float8_e4m3fn, 4), (torch.int8, 36)], ids=["wide", "e4m3", "int8"]
 )
 def test_caches(kv_dtype: torch.dtype | None, heads: int, page_size: int, device: str) -> None:
-    """However K and V lie, and whatever the bound of lengths, the result is the same to the bit."""
+    """Every placement of K and V, and every bound of lengths, gives the same bits."""
     data = batch(device, kv_dtype=kv_dtype, heads=heads)
     problem = data.decode(page_size)
     forms = cache_forms(problem.key, problem.value)
@@ -49,7 +49,9 @@ def test_one_tensor_for_both(layout: str, device: str) -> None:
 
 @pytest.mark.parametrize("left", [-1, 30])
 def test_drafts(left: int, device: str) -> None:
-    """The result is 4-D where it is allocated, and what was given where it was; rows between the output's stay."""
+    """An allocated result is 4-D, a given one is returned unchanged; rows between the output's rows keep their
+    contents.
+    """
     data, q_len, mask = batch(device, q_len=4), 4, Mask(MaskKind.DRAFT, left)
     problem = data.decode(16, mask)
     expected = data.expected_decode(mask)
@@ -78,7 +80,7 @@ def test_query_of_other_strides(device: str) -> None:
 
 
 def test_scales_sinks_and_window(device: str) -> None:
-    """The output of a 16-bit dtype has both factors, be they floats or tensors."""
+    """A 16-bit output has both factors, as floats or tensors."""
     data, mask = batch(device), Mask(MaskKind.SLIDING_WINDOW, 50)
     problem = data.decode(16, mask)
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(1)).to(device)
@@ -124,7 +126,7 @@ def test_caches_of_8_bits(kv_dtype: torch.dtype, heads: int, device: str) -> Non
 @both_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_caches_of_8_bits_agree(dtype: torch.dtype, heads: int, device: str) -> None:
-    """Over numbers that both types have the results are the same, to the bit."""
+    """Numbers that both types can represent give the same bits."""
     data = batch(device, kv_dtype=torch.float8_e4m3fn, dtype=dtype, heads=heads)
     problem = data.decode(16)
     generator = torch.Generator().manual_seed(0)
@@ -147,8 +149,10 @@ def test_caches_of_8_bits_agree(dtype: torch.dtype, heads: int, device: str) -> 
 def test_wide_heads_and_many_rows_over_8_bits(
     kv_dtype: torch.dtype, dtype: torch.dtype, page_size: int, head_dim: int, heads: int, device: str
 ) -> None:
-    """Hopper's kernels dequantize the cache in shared memory, so that the bits are those of a 16-bit cache with the
-    same values. Those of sm_120 dequantize in registers, and sum in another order."""
+    """Hopper's kernels dequantize the cache in shared memory, so bits equal a 16-bit cache with the same values.
+
+    Kernels of sm_120 dequantize in registers, and sum in another order.
+    """
     data = batch(device, kv_dtype=kv_dtype, dtype=dtype, heads=heads, head_dim=head_dim)
     problem = data.decode(page_size)
     out = xqa(data, problem)
@@ -161,7 +165,9 @@ def test_wide_heads_and_many_rows_over_8_bits(
 @both_kernels
 @pytest.mark.parametrize("magnitude", [2.0**-100, 2.0**18], ids=["small", "large"])
 def test_queries_beyond_float16_over_8_bits(magnitude: float, heads: int, device: str) -> None:
-    """bfloat16 has exponents that float16, in which such caches are multiplied, has not; rows have their own."""
+    """Such caches are multiplied in float16, whose exponents are fewer than bfloat16's; each row has its
+    own exponent.
+    """
     data = batch(device, kv_dtype=torch.float8_e4m3fn, heads=heads)
     problem = data.decode(16)
     out = xqa(data, problem)
@@ -178,7 +184,7 @@ def test_queries_beyond_float16_over_8_bits(magnitude: float, heads: int, device
     ids=["full", "window", "draft"],
 )
 def test_fp8_output(mask: Mask, head_dim: int, heads: int, device: str) -> None:
-    """It has one factor, and o_scale is none of it."""
+    """The output has one factor, without o_scale."""
     fp8, q_len = torch.float8_e4m3fn, 4 if mask.kind is MaskKind.DRAFT else 1
     data = batch(device, q_len, kv_dtype=fp8, heads=heads, head_dim=head_dim)
     out = torch.empty(data.q.shape, dtype=fp8, device=device)
@@ -190,7 +196,7 @@ def test_fp8_output(mask: Mask, head_dim: int, heads: int, device: str) -> None:
 
 @both_kernels
 def test_fp8_output_saturates(heads: int, device: str) -> None:
-    """What is beyond the largest number of float8, which has no infinity, becomes that number."""
+    """float8 has no infinity, so a value beyond its largest number becomes that number."""
     fp8, factor = torch.float8_e4m3fn, 2000.0
     data = batch(device, kv_dtype=fp8, heads=heads)
     out = xqa(data, data.decode(16), out=torch.empty(data.q.shape, dtype=fp8, device=device), bmm2_scale=factor)
@@ -201,7 +207,7 @@ def test_fp8_output_saturates(heads: int, device: str) -> None:
 
 
 def test_repeated_with_other_tensors(device: str) -> None:
-    """Calls after the first take a short way; they must see every new address, length and value."""
+    """Repeated calls take a short path; they must see every new address, length and value."""
     calls = []
     for seed in range(3):
         data = batch(device, seed=seed)

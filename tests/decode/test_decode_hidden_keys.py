@@ -1,6 +1,6 @@
-"""Keys inside a request that no row sees: NaN there leaves no trace, as past the end or behind a window.
+"""Keys inside a request that no row sees: NaN there has no effect, as after the end or behind a window.
 
-A request sees them at the same places, so that results must be equal to the bit with and without the NaN.
+The request's keys are at the same places with and without the NaN, so results must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ARCHES = ["sm_90a", "sm_120a"]
 
 @pytest.fixture(params=ARCHES)
 def emulated(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the kernels of each architecture where the device is the emulator."""
+    """Run the kernels of each architecture if the device is the emulator."""
     if device == "cpu":
         monkeypatch.setenv("HOPWELL_EMULATE", request.param)
     elif request.param != ARCHES[0]:

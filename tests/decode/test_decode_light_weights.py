@@ -1,5 +1,7 @@
-"""Decode over narrow caches of keys whose weights lie far apart, against float64: kernels round weights to float16,
-which has neither the range of bf16 nor that of float32."""
+"""Decode over narrow caches with very different weights, against float64.
+
+Kernels round weights to float16, whose range is smaller than bf16's or float32's.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from hopwell.kernels import execute
 from hopwell.kernels.parts.rows.softmax import HalfSoftmax
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
-UNIT = 6.0  # keys and values are multiples of it that all types hold
-# Relative: half a unit in the last place of bf16 for the output, and as much for weights, which a cache of 16 bits has
-# as well.
+UNIT = 6.0  # unit of keys and values, which all types can represent
+# Relative error: half a unit in the last place of bf16 for the output, and the same for weights, as with a 16-bit
+# cache.
 BF16_ERROR = 2**-8
 
-# The kernels that dequantize in registers, with each number of products that a warp has side by side.
+# The kernels that dequantize in registers, with each number of products side by side in a warp.
 kernels = pytest.mark.parametrize(
     ("kv_dtype", "rows"),
     [(E4M3, 4), (E4M3, 12), (INT8, 12), (NVFP4, 4), (NVFP4, 12), (NVFP4, 36)],
@@ -28,8 +30,10 @@ kernels = pytest.mark.parametrize(
 
 
 def check(powers: Sequence[torch.Tensor], step: float, kv_dtype: torch.dtype, rows: int, device: str) -> None:
-    """Check requests whose keys weigh 2^(step * ``powers``), small integers. Where they weigh most, values are zero:
-    the output is what the others weigh."""
+    """Check requests whose keys weigh 2^(step * ``powers``), small integers.
+
+    Values of the heaviest keys are zero, so the output consists of the other keys.
+    """
     lengths = [len(one) for one in powers]
     data = DecodeBatch([1] * len(lengths), lengths, device=device, heads=2 * rows, head_dim=64, kv_dtype=kv_dtype)
     data.q = torch.zeros_like(data.q)
@@ -57,7 +61,7 @@ def test_light_keys_beside_a_heavy_one(gap: float, kv_dtype: torch.dtype, rows: 
 
 @kernels
 def test_weights_as_large_as_they_can_be(kv_dtype: torch.dtype, rows: int, device: str) -> None:
-    """Scores rise from step to step by just so much that the reference stays, wherever a warp has its keys."""
+    """Scores rise from step to step by the largest amount that keeps the reference, for each warp's keys."""
     key = torch.arange(700, device=device)
     check(
         [(5 - key // step).clamp(0).float() for step in (32, 128, 256)],

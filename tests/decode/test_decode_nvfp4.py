@@ -1,4 +1,4 @@
-"""The entries for decode over NVFP4 caches: every form of cache and scales, and what must not change a bit."""
+"""Decode entries over NVFP4 caches: every form of cache and scales, and changes that must not affect a bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch(device: str, q_len: int = 1, **options: Any) -> DecodeBatch:
     ("head_dim", "group", "page_size", "dtype"), [(128, 8, 16, BF16), (64, 1, 64, FP16), (64, 33, 7, FP16)]
 )
 def test_forms_of_the_cache(head_dim: int, group: int, page_size: int, dtype: torch.dtype, device: str) -> None:
-    """However codes and scales lie, and wherever pages are, the result is the same to the bit."""
+    """Every layout of codes and scales, and every place of pages, gives the same bits."""
     data = batch(device, heads=2 * group, head_dim=head_dim, dtype=dtype)
     problem = data.decode(page_size)
     assert problem.kv_scales is not None
@@ -34,7 +34,7 @@ def test_forms_of_the_cache(head_dim: int, group: int, page_size: int, dtype: to
     forms = zip(cache_forms(problem.key, problem.value), cache_forms(k_scales, v_scales), strict=True)
     outs = [xqa(data, problem, kv_cache=cache, kv_cache_sf=sf, kv_layout=layout) for (cache, layout), (sf, _) in forms]
     data.expected_decode().check(outs[0])
-    # Scales whose strides have nothing to do with those of the codes, and pages in another order.
+    # Scales with strides unrelated to the codes' strides, and pages in another order.
     wide = torch.nn.functional.pad(v_scales, (0, 4), value=0x7F)[..., :-4]
     outs.append(xqa(data, problem, kv_cache_sf=(problem.kv_scales.key, wide.view(FP8))))
     outs.append(xqa(data, data.decode(page_size, order=7)))
@@ -44,7 +44,7 @@ def test_forms_of_the_cache(head_dim: int, group: int, page_size: int, dtype: to
 
 @pytest.mark.parametrize("group", [2, 20])
 def test_drafts_with_a_window_and_sinks(group: int, device: str) -> None:
-    """The output is in e4m3; a request by itself gives the bits that it gives in the batch."""
+    """The output is e4m3; a request gives the same bits alone and in the batch."""
     q_len, mask = 4, Mask(MaskKind.DRAFT, 30)
     data = batch(device, q_len, heads=2 * group)
     sinks = torch.linspace(-1.0, 2.0, data.heads, device=device)
@@ -59,7 +59,9 @@ def test_drafts_with_a_window_and_sinks(group: int, device: str) -> None:
 
 @pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (128, 20)])
 def test_bits_are_those_of_e4m3(head_dim: int, group: int, device: str) -> None:
-    """Over numbers that both hold. Scores are exact, whatever the order of their sums; values are added in the same."""
+    """The caches hold the same numbers. Scores are exact in any order of their sums; values are added in the same
+    order.
+    """
     data = batch(device, heads=2 * group, head_dim=head_dim)
     data.q.copy_((8 * data.q).round() / 8)
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +77,7 @@ def test_bits_are_those_of_e4m3(head_dim: int, group: int, device: str) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**-9, 448.0], ids=["least", "largest"])
 def test_scales_at_their_ends(scale: float, device: str) -> None:
-    """Every code times the least and the largest scale is as exact as any other."""
+    """Every code times the smallest and the largest scale is as exact as any other."""
     data = batch(device, heads=6)
     codes, generator = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]), torch.Generator().manual_seed(0)
     for tokens in data.v:

@@ -1,4 +1,4 @@
-"""What must not change a bit: the rest of the batch, where pages are, bounds, runs, graphs, streams; and far places."""
+"""Changes that must not affect a bit: rest of the batch, pages, bounds, runs, graphs, streams. Also far addresses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ WINDOW = Mask(MaskKind.SLIDING_WINDOW, 3000)
 
 @dataclass(frozen=True)
 class Kind:
-    """What decides on the kernel besides the mask. A request has so many packed rows, or a few less with drafts."""
+    """The properties that select the kernel besides the mask.
+
+    A request has this number of packed rows, or a few less with drafts.
+    """
 
     head_dim: int
     rows: int
@@ -51,7 +54,7 @@ class Kind:
 FEW, TREE, CHUNKS = (Kind(128, rows) for rows in (8, 32, 64))
 BYTES_FEW, BYTES_CHUNKS = Kind(128, 8, KvType.E4M3), Kind(256, 32, KvType.INT8)
 DEQUANTIZED = Kind(512, 64, KvType.E4M3)  # in place
-# Other widths, which are shared out and combined in other ways, another size of trees, and two tiles of rows.
+# Other widths, with other splits and combines, another size of trees, and two tiles of rows.
 OTHER_SIZES = [(64, 8), (64, 100), (128, 16), (256, 8), (256, 16), (256, 64), (512, 64)]
 OTHERS = [
     *(Kind(*sizes) for sizes in OTHER_SIZES),
@@ -102,7 +105,7 @@ def test_batch_is_its_requests_one_by_one(kind: Kind, mask: Mask) -> None:
 
 @ALL_CACHES
 def test_more_of_the_same_requests(kind: Kind) -> None:
-    """Whoever shares them out, and whichever slots their partials get."""
+    """Results do not depend on the CTAs or slots of partials."""
     data = batch(kind, kv_lens=[9000])
     alone = execute(data.decode(16))
     for count in (2, 33, 200):
@@ -161,7 +164,7 @@ def test_pools_beyond_32_bit_offsets(page_size: int, kind: Kind) -> None:
 
 
 class Buffers:
-    """What a graph reads: large enough for any of the lengths that are put there."""
+    """Inputs of a graph, large enough for all lengths of the test."""
 
     BATCH, WIDTH, PAGES = 4, 600, 1300
     LENGTHS = ([1, 17, 300, 600], [9000, 3, 5000, 0], [512, 513, 9500, 511])

@@ -1,4 +1,4 @@
-"""Decode of sm_120 on the emulator, against float64, in an ordinary and an adverse schedule.
+"""Decode of sm_120 in the emulator, against float64, in an ordinary and an adverse schedule.
 
 The detectors are on, as for Hopper's kernels. On a Hopper GPU, ``HOPWELL_KERNELS=sm_120a python -m pytest -m gpu`` runs
 the tests of decode on these kernels.
@@ -32,8 +32,10 @@ DECODE = [config for config in COVERING_SM120_DECODE if config.family is Family.
 
 @pytest.mark.parametrize("config", DECODE, ids=lambda config: config.name)
 def test_decode(config: DecodeConfig) -> None:
-    """No keys, the edges of leaves, and more rows than a tile has where it is the largest; drafts across tiles of rows
-    and leaves, and requests with fewer keys than tokens."""
+    """Requests without keys, at the edges of leaves, and with fewer keys than tokens; drafts cross tiles and leaves.
+
+    The largest tile gets more rows than it holds.
+    """
     leaf, page = config.chunk_tokens, config.box_rows or 4
     most = config.rows_for(1000, config.head_dim_qk, config.kv_type)
     group = 2 * config.rows - 3 if config.rows == most else config.rows
@@ -49,7 +51,7 @@ def test_decode(config: DecodeConfig) -> None:
 
 
 def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
-    """Requests of several CTAs' parts, and rows of two tiles, have the same bits alone and with others."""
+    """Requests across several CTAs, with rows in two tiles, have the same bits alone and with others."""
     data = DecodeBatch([5, 5, 5], [700, 3, 900], heads=16, kv_heads=2, head_dim=128, device="cpu")
     out, other = execute(data.decode(16, DRAFT)), data.decode(16, DRAFT, order=7)
     same(data.decode(16, DRAFT), key=other.key, value=other.value, page_table=other.page_table)
@@ -58,7 +60,7 @@ def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
 
 
 def test_drafts_over_nvfp4_caches() -> None:
-    """Through the entry, in several tiles of rows, a request by itself gives the bits that it gives in the batch."""
+    """Through the entry, in several tiles of rows, a request gives the same bits alone and in the batch."""
     nvfp4.test_drafts_with_a_window_and_sinks(group=20, device="cpu")
 
 

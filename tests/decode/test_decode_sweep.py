@@ -23,7 +23,7 @@ WIDE, E4M3, INT8, NVFP4 = KvType.WIDE, KvType.E4M3, KvType.INT8, KvType.NVFP4
 
 
 def lengths(chunk: int, page: int) -> list[int]:
-    """Return lengths around the sizes that kernels work in, and long enough for combines in one level and in two."""
+    """Return lengths around the sizes of the kernels' tiles, and lengths with combines in one and two levels."""
     return [0, 1, page, page + 1, 63, 64, 65, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, 17 * chunk, 40 * chunk + 9]
 
 
@@ -110,7 +110,7 @@ def test_new_tokens(q_len: int, kernels: list[tuple[int, KvType, int, int]], dra
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-3, 8.0])
 def test_magnitudes(magnitude: float, head_dim: int, group: int) -> None:
-    """Attention goes from uniform to rows that see few keys."""
+    """Attention ranges from uniform to rows dominated by few keys."""
     config = config_for(head_dim, FULL, 16, rows=group)
     kv_lens = lengths(config.chunk_tokens, 16)[-4:]
     check_config(config, Case([1] * 4, kv_lens, group, magnitude=magnitude, sinks=False), 16)
@@ -119,8 +119,10 @@ def test_magnitudes(magnitude: float, head_dim: int, group: int) -> None:
 @pytest.mark.parametrize("mask", [FULL, WINDOW], ids=lambda mask: mask.value)
 @pytest.mark.parametrize("kv_type", [WIDE, E4M3], ids=lambda kv_type: kv_type.value)
 def test_chunks_of_other_lengths(kv_type: KvType, mask: MaskKind) -> None:
-    """Requests of middle length have halves, and those with keys in more chunks than there may be have longer ones. The
-    last one's window has as many keys as fit, but begins within a chunk."""
+    """Requests of middle length have half chunks; requests with too many chunks have longer ones.
+
+    The last request's window has the maximum number of keys, but begins within a chunk.
+    """
     config = config_for(128, mask, 16, kv_type=kv_type, rows=33)
     most = MAX_CHUNKS * config.chunk_tokens
     for kv_len in (LONG_TOKENS - 1, LONG_TOKENS, most, most + 1):
@@ -128,8 +130,10 @@ def test_chunks_of_other_lengths(kv_type: KvType, mask: MaskKind) -> None:
 
 
 def one_hot(data: DecodeBatch) -> None:
-    """Equal keys give each visible one the same weight, and then the output counts them: one too many or too few
-    changes an element by far more than rounding, which random values would hide."""
+    """Return the batch with equal keys and one-hot values, so that the output counts the visible keys.
+
+    One key too many or too few changes an element far more than rounding, which random values would hide.
+    """
     for k, v in zip(data.k, data.v, strict=True):
         k.fill_(1.0)
         v.zero_()

@@ -1,5 +1,7 @@
-"""Blackwell's prefill kernel for ``python -m hopwell.emulator campaign --arch sm_100a``, and why some faults cannot
-change what it does."""
+"""Blackwell's prefill kernel for ``python -m hopwell.emulator campaign --arch sm_100a``, with its equivalent faults.
+
+An equivalent fault cannot change the kernel's behaviour.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from unittest import mock
 
 import torch
 
-# The command above runs this file without pytest, which would have put the folder of ``helpers`` on the path.
+# The command runs this file without pytest, which would put the folder of ``helpers`` on the path.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from helpers import equivalent_faults
@@ -23,15 +25,17 @@ from hopwell.kernels.launch import geometry
 
 
 def case() -> None:
-    """Run two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is
-    short, and there are many."""
+    """Run two query tiles and zero to three key tiles on one CTA, which reuses every stage.
+
+    Each launch is short, because a campaign has many launches.
+    """
     data = Batch([260, 3, 130, 2], [300, 10, 150, 0], heads=1, kv_heads=1, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 1):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
-    """Say why an undetected fault changes nothing, or ""."""
+    """Return why an undetected fault changes nothing, or ""."""
     return equivalent_faults.equivalent(fault, kernel) or _own_reason(fault, kernel)
 
 

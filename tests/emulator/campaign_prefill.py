@@ -1,4 +1,7 @@
-"""The prefill kernel for ``python -m hopwell.emulator campaign``, and why some faults cannot change what it does."""
+"""The prefill kernel for ``python -m hopwell.emulator campaign``, with its equivalent faults.
+
+An equivalent fault cannot change the kernel's behaviour.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 
 import torch
 
-# The command above runs this file without pytest, which would have put the folder of ``helpers`` on the path.
+# The command runs this file without pytest, which would put the folder of ``helpers`` on the path.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from helpers import equivalent_faults
@@ -16,12 +19,14 @@ from helpers.batches import CAUSAL, Batch, window
 from hopwell.kernels import execute
 from hopwell.kernels.problem import Mask
 
-equivalent = equivalent_faults.equivalent  # the command looks for it in the file that it is given
+equivalent = equivalent_faults.equivalent  # the command looks for this name in the given file
 
 
 def launch(page_size: int | None, mask: Mask) -> torch.Tensor:
-    """Two tiles of queries, up to three of keys; each CTA gets enough tiles to use every stage again. Rows of the first
-    warpgroup end in two tiles of keys, and another time in one that it need not visit."""
+    """Launch two query tiles and up to three key tiles; each CTA gets enough tiles to reuse every stage.
+
+    Rows of the first warpgroup end in two key tiles, and in another case in one that it need not visit.
+    """
     data = Batch([140, 7, 130], [364, 200, 150], heads=4, kv_heads=2, device="cpu")
     return execute(data.problem(page_size, mask, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 4)))
 

@@ -1,5 +1,7 @@
-"""Kernels of sm_120 for ``python -m hopwell.emulator campaign --arch sm_120a``, and why some faults cannot change what
-they do."""
+"""Kernels of sm_120 for ``python -m hopwell.emulator campaign --arch sm_120a``, with their equivalent faults.
+
+An equivalent fault cannot change a kernel's behaviour.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from unittest import mock
 
 import torch
 
-# The command above runs this file without pytest, which would have put the folder of ``helpers`` on the path.
+# The command runs this file without pytest, which would put the folder of ``helpers`` on the path.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from helpers import equivalent_faults
@@ -25,21 +27,21 @@ from hopwell.kernels.launch import geometry
 
 
 def case() -> None:
-    """Run prefill with two query tiles, none to three tiles of keys, for one CTA, which uses every stage again."""
+    """Run prefill with two query tiles and zero to three key tiles on one CTA, which reuses every stage."""
     data = Batch([140, 3, 70, 2], [170, 300, 100, 0], heads=1, kv_heads=1, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 1):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
 
 def decode() -> None:
-    """Run decode with requests of none to seven leaves, the longest of which two CTAs share."""
+    """Run decode with requests of zero to seven leaves; two CTAs share the longest request."""
     data = DecodeBatch([1, 1, 2, 1], [800, 0, 140, 70], heads=4, kv_heads=1, head_dim=128, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 2):
         execute(data.decode(16, sinks=torch.linspace(-1, 1, 4)))
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
-    """Say why an undetected fault changes nothing, or ""."""
+    """Return why an undetected fault changes nothing, or ""."""
     if fault.kind == "drop bar.sync" and re.match(r"bar\.sync %r\d+, 128", fault.text):
         return "only tells the compiler that a warpgroup has converged: its warps have nothing in common"
     return equivalent_faults.equivalent(fault, kernel) or _own_reason(fault, kernel)
@@ -61,5 +63,5 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
 
 
 def _names(kernel: Kernel, barrier: int) -> bool:
-    """Tell whether an instruction has the barrier of this number."""
+    """Whether an instruction names the barrier of this number."""
     return any(re.match(rf"bar\.\w+ {barrier}\b", i.text) for i in kernel.instrs)

@@ -15,8 +15,8 @@ from hopwell.emulator.native import HERE
 from hopwell.emulator.tools.devices import Emulated
 from hopwell.emulator.tools.interpolator import ARCH, FUNCTIONS, Function, Piece, coefficients, measure
 
-# The file has (inputs, results) of each instruction as bits: an even grid and the inputs whose sums lie closest to the
-# next result.
+# The file has (inputs, results) of each instruction as bits: an even grid, and the inputs with sums closest to the next
+# result.
 MEASURED = np.load(Path(__file__).with_name("h200_approximations.npz"))
 
 
@@ -77,7 +77,7 @@ def test_full_division_scales_its_operands():
 @pytest.mark.parametrize("op", ["ex2", "lg2", "rcp", "rsqrt", "sqrt"])
 @pytest.mark.parametrize("ftz", ["", ".ftz"])
 def test_special_values(op, ftz):
-    """They are those of the PTX ISA's tables of ex2, lg2, rcp, rsqrt and sqrt."""
+    """The values are in the PTX ISA's tables of ex2, lg2, rcp, rsqrt and sqrt."""
     x = np.array([np.inf, -np.inf, 0.0, -0.0, -1.0, np.nan, 1e-40, -1e-40, 3e38, 1.0], np.float32)
     wanted = {
         "ex2": [np.inf, 0, 1, 1, 0.5, np.nan, 1, 1, np.inf, 2],
@@ -107,7 +107,7 @@ def test_special_values(op, ftz):
     ids=lambda part: part.name if isinstance(part, Function) else f"{part.start:#x}",
 )
 def test_tables_derive_from_results(function: Function, piece: Piece):
-    """The first two segments; what does not come from such a table is refused."""
+    """The first two segments; results that do not come from such a table are refused."""
     results = measure(Emulated(ARCH), function, piece, min(2, piece.segments))
     _, _, table = (HERE / "interpolator_tables.h").read_text().partition(f" {function.name}_segments")
     rows = [tuple(map(int, row)) for row in re.findall(r"{(\d+),(\d+),(\d+)}", table)]

@@ -1,4 +1,4 @@
-"""What the emulated device says of itself and refuses, by architecture; and the one build of sm_120's family."""
+"""Properties and refusals of the emulated device, by architecture; and the single build of sm_120's family."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Product:
 
 @pytest.mark.parametrize("build", ["sm_120f", "sm_90a"])
 def test_one_source_for_the_family_and_for_hopper(build: str) -> None:
-    """TMA and mma.sync of a kernel for sm_120 give the same, compiled for its family and for Hopper."""
+    """A kernel for sm_120 with TMA and mma.sync gives the same results, compiled for its family and for Hopper."""
     bf16, f32 = cutlass.BFloat16, cutlass.Float32
     run = compiled(Product, (), lambda: (fake(bf16), fake(bf16), fake(f32)), build)
     a, b = (torch.randint(-8, 9, (rows, Product.k)).to(torch.bfloat16) for rows in (Product.m, Product.n))

@@ -211,7 +211,7 @@ def test_polling_forever_is_a_deadlock(monkeypatch):
 
 
 def test_polling_warps_let_the_others_poll(monkeypatch):
-    """Each of 12 CTAs waits for the one before. Whoever has polled for long is still asked again."""
+    """Each of 12 CTAs waits for the one before. Long-polling warps must still get time slices."""
     monkeypatch.setattr(machine, "PATIENCE", 1_000_000)
     body = """
         mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %tid, 0; @%p1 bra DONE;

@@ -1,4 +1,4 @@
-"""The fault campaign: what it plants, what it finds, and what it finds in the prefill kernel."""
+"""The fault campaign: its faults, its detections, and its result for the prefill kernel."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_faults_of_a_hand_over():
     assert found["one arrival too few expected"] == ["error"]
     assert found["drop bar.warp.sync"] == ["race"]
     assert found["drop global store"] == ["wrong result"]
-    # Either of the two barriers alone is enough, under any number.
+    # Either of the two barriers alone is enough, with any barrier number.
     assert found["drop bar.sync"] == found["wrong barrier number"] == ["", ""]
     assert len(campaign.undetected()) == 4
     assert 0 < campaign.rate < 1
@@ -64,7 +64,7 @@ def test_reasons_and_kinds():
 
 
 def test_the_recorded_memory_may_be_gone():
-    """A campaign works on copies: it leaves the memory of others alone."""
+    """A campaign works on copies and leaves the original memory alone."""
     kept: list[torch.Tensor] = []
 
     def case() -> None:
@@ -90,7 +90,7 @@ def test_prefill_kernel():
 
 @pytest.mark.emulator
 def test_blackwell_kernel():
-    """Faults of what only Blackwell has; all of them take minutes."""
+    """Faults specific to Blackwell; all faults would take minutes."""
     kinds = ["drop tcgen05.wait", "drop tcgen05.commit", "drop tcgen05.dealloc"]
     with emulator.use("sm_100a"):
         campaign = run_campaign(
@@ -104,7 +104,7 @@ def test_blackwell_kernel():
 @pytest.mark.emulator
 @pytest.mark.parametrize(("case", "effective"), [(campaign_sm120.case, 24), (campaign_sm120.decode, 28)])
 def test_sm120_kernels(case, effective: int) -> None:
-    """Faults in how lanes wait for what they read themselves; docs/kernels/sm120.md has the result of all kinds."""
+    """Faults in lanes' waits for their own reads; docs/kernels/sm120.md has the result of all kinds."""
     kinds = ["drop mbarrier wait", "drop fence.proxy.async", "drop cp.async wait", "drop bar.sync"]
     with emulator.use("sm_120a"):
         campaign = run_campaign(case, kinds=kinds, say=lambda _: None, equivalent=campaign_sm120.equivalent)

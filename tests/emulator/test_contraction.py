@@ -1,4 +1,4 @@
-"""Products and sums that the GPU's compiler fuses, and those that it keeps apart."""
+"""Products and sums that the GPU's compiler fuses, and others that it keeps apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STORE = "st.global.b32 [%a0], %r45;"
 
 
 def result(text: str) -> float:
-    """Return %r45 after PTX that finds A, B and 1 in %r40, %r41 and %r42."""
+    """Return %r45 after PTX with A, B and 1 in %r40, %r41 and %r42."""
     out = torch.zeros(1)
     run_ptx(LOAD + text + STORE, out, race=False)
     return out.item()

@@ -1,4 +1,4 @@
-"""Commands of the emulator say in one line that a GPU, a compiler or a file is missing."""
+"""Commands of the emulator report a missing GPU, compiler or file in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hopwell.emulator.__main__ import main
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for results of a machine without a GPU."""
+    """Return a folder for results on a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""What decides how calls with CPU tensors run, and what goes wrong there. Their results: tests/prefill."""
+"""Settings and faults of calls with CPU tensors. Their results are in tests/prefill."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_settings_nest_and_end():
 @pytest.mark.parametrize("bad_page", [-1, 10**6, 2**31 - 1])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_a_page_number_out_of_range(batch, page_size, bad_page):
-    """TMA, where it fetches pages, would read zeros. Entries behind a request's last page may hold anything."""
+    """TMA would read zeros for such a page. Entries after a request's last page may hold anything."""
     text = rf"block_tables\[2, 1\] must be a page id in \[0, \d+\), because request 2 .* from {page_size} on, got"
     with pytest.raises(emulator.MemoryFault, match=f"{text} {bad_page}$"):
         context(batch, page_size, bad_page)
@@ -111,7 +111,7 @@ def test_a_length_beyond_the_table(batch):
 
 
 def test_memory_has_the_names_of_arguments(batch, monkeypatch):
-    """Faults of kernels name them."""
+    """Faults of kernels use these names."""
     named, memory = [], emulator.memory
 
     def recorded(spans):
@@ -130,7 +130,7 @@ def test_memory_has_the_names_of_arguments(batch, monkeypatch):
 
 
 def test_a_page_number_that_a_kernel_comes_to(batch, monkeypatch):
-    """A kernel that reads pages row by row would get somebody else's memory; and the next call is not affected."""
+    """A kernel that reads pages row by row would read foreign memory; the next call is not affected."""
     monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)
     with pytest.raises(emulator.MemoryFault, match="outside of every tensor"):
         context(batch, page_size=4, bad_page=10**6)

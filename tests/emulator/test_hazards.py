@@ -1,4 +1,4 @@
-"""What the race detector and the proxy check report, and what they must not report."""
+"""Reports of the race detector and the proxy check, and correct code without a report."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def gather(arrive: str, consume: str, count: int = 32, schedule: str = "eager") 
 
 @pytest.mark.parametrize("schedule", ["eager", "late", "random", "priority"])
 def test_asynchronous_reads_of_copies_need_a_fence_where_their_arrival_is_seen(schedule):
-    """Copies that complete on an mbarrier are generic writes that their producer cannot fence: the consumer does."""
+    """Copies that complete on an mbarrier are generic writes that their producer cannot fence; the consumer must."""
     gather(ARRIVAL, FENCE + BULK_STORE, schedule=schedule)
     for arrive, consume in ((ARRIVAL, BULK_STORE), (FENCE + ARRIVAL, BULK_STORE), (ARRIVAL, BULK_STORE + FENCE)):
         with pytest.raises(Hazard, match=r"proxy: asynchronous read of a generic write without fence\.proxy\.async"):
@@ -260,7 +260,7 @@ def test_lanes_of_a_warp_need_a_warp_barrier(first, second):
 
 def test_lanes_need_no_barrier_for_what_is_their_own():
     run_ptx(ROW + "st.shared.b32 [%r3], 1; ld.shared.b32 %r5, [%r3]; st.shared.b32 [%r3], 2;", shared=512, race=True)
-    # One instruction by which all lanes write the same place.
+    # One instruction with which all lanes write the same place.
     run_ptx(ROW + f"st.shared.b32 [%r1], 1; {SYNC} ld.shared.b32 %r5, [%r1];", shared=512, race=True)
 
 
@@ -272,7 +272,7 @@ def test_an_mbarrier_orders_lanes_too():
 
 
 def test_a_warp_that_arrives_twice_at_a_barrier():
-    """A producer that does not wait for its consumer: its second arrival stands in for the consumer."""
+    """A producer skips the wait for its consumer; its second arrival replaces the consumer's arrival."""
     body = "setp.eq.u32 %p1, %warp, 0; @%p1 bra FIRST; {second} bra DONE; FIRST: {first} DONE:"
     pair = {
         "first": "bar.arrive 1, 64; bar.sync 2, 64; bar.arrive 1, 64;",

@@ -63,7 +63,7 @@ def apply(text: str, *operands: np.ndarray, out: int = 4, masked: bool = False) 
 
 
 def check(text: str, expect, *operands: np.ndarray, out: int = 4) -> None:
-    """``expect`` maps one Python value per operand to the result's bits."""
+    """Check PTX text against ``expect``, which maps one Python value per operand to the result's bits."""
     wanted = np.array(
         [expect(*v) & (2 ** (8 * out) - 1) for v in zip(*[o.tolist() for o in operands], strict=True)], np.uint64
     )
@@ -224,7 +224,7 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def same_floats(got: np.ndarray, wanted: np.ndarray, what: str) -> None:
-    """Tell whether bits are equal, any NaN to a NaN."""
+    """Whether bits are equal, with any NaN equal to any NaN."""
     g, w = got.view(np.float32), wanted.astype(np.float32)
     nan = np.isnan(w)
     np.testing.assert_array_equal(np.isnan(g), nan, err_msg=what)
@@ -363,7 +363,7 @@ def test_ex2_special_values():
 
 # ------------------------------------------------------------------ half precision
 def test_half_arithmetic_rounds_once():
-    """Hold fma in f16x2 and bf16x2 against exact rational arithmetic."""
+    """Compare fma in f16x2 and bf16x2 with exact rational arithmetic."""
     from fractions import Fraction
 
     rng = np.random.default_rng(3)

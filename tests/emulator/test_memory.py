@@ -1,4 +1,4 @@
-"""Loads, stores and atomics in every state space, and what happens at the edges of memory."""
+"""Loads, stores and atomics in every state space, and behaviour at the edges of memory."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ CONTENT = bytes(range(256)) * 8
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Return an empty cache in the home directory, and what has been built there."""
+    """Return an empty cache in the home directory, and the list of builds there."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HOPWELL_CACHE_DIR", "~/a cache")
     return []

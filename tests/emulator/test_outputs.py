@@ -1,4 +1,4 @@
-"""The comparison of outputs with a recording, here of the emulator itself."""
+"""The comparison of outputs with a recording, here made by the emulator itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recording(tmp_path_factory):
 
 
 def changed(recording, folder, change):
-    """A copy of the recording after ``change`` of its arrays."""
+    """Return a copy of the recording with ``change`` applied to its arrays."""
     with np.load(recording / FILE) as file:
         arrays = dict(file)
     change(arrays)
@@ -87,7 +87,7 @@ def test_distances():
 
 
 def test_cases_cover_what_there_is():
-    """Every entry and every head dim is there, and the file stays small."""
+    """Every entry and every head dim is covered, and the file stays small."""
     every = list(cases())
     assert len({case.name for case in every}) == len(every) <= 120
     assert {case.entry for case in every} == set(ENTRIES)
@@ -95,7 +95,7 @@ def test_cases_cover_what_there_is():
 
 
 def test_mla_is_cut_for_as_many_multiprocessors(tmp_path):
-    """The emulator takes the recording's number of them, by which MLA cuts keys of many rows."""
+    """The emulator uses the recording's number of SMs, by which MLA splits keys of many rows."""
     only = "mla dense d576-512 bfloat16 page64 4x16"
     record(tmp_path, "cpu", only, say=lambda line: None)
 

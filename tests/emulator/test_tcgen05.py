@@ -29,7 +29,7 @@ LOADS = {
 
 
 class Tile:
-    """d[m][n] = a[m][k] b[n][k]^T with one instruction per 32 bytes of k, by one CTA or a pair."""
+    """d[m][n] = a[m][k] b[n][k]^T with one instruction per 32 bytes of k, on one CTA or a pair."""
 
     def __init__(self, dtype, m, n, k, pair=False, a_major=K, b_major=K, acc=cutlass.Float32, load="32x32b"):
         self.dtype, self.m, self.n, self.k, self.acc = dtype, m, n, k, acc
@@ -118,7 +118,7 @@ class Tile:
     @cute.jit
     def read(self, acc: cute.Tensor, target: cute.Tensor, tid: Int32):
         flat = acc[(None, None), 0, 0]
-        # A 16-bit accumulator takes a 32-bit column, of which the load leaves out the upper half.
+        # A 16-bit accumulator takes a 32-bit column; the load drops the upper half.
         pack = tcgen05.Pack.PACK_16b_IN_32b if const_expr(self.acc.width == 16) else tcgen05.Pack.NONE
         atom = cute.make_copy_atom(LOADS[self.load](pack), self.acc)
         copy = tcgen05.make_tmem_copy(atom, flat)
@@ -184,6 +184,6 @@ def test_f16_accumulators_take_a_column_each():
 
 @pytest.mark.parametrize("load", ["16x64b", "16x128b", "16x256b"])
 def test_load_shapes_agree_with_cute(load):
-    """M = 64 keeps 16 rows in each quarter of the lanes, which is what the 16-lane shapes read."""
+    """M = 64 keeps 16 rows in each quarter of the lanes, which the 16-lane shapes read."""
     d, wanted = product(cutlass.BFloat16, 64, 64, 64, load=load)
     assert torch.equal(d, wanted)

@@ -72,7 +72,7 @@ def test_copy_from_a_swizzled_source(width):
 
 @pytest.mark.parametrize("lane", [0, 31])
 def test_copy_4x256b_writes_one_lane_of_each_quarter(lane):
-    """CUTLASS, copy_traits_sm100.hpp: rows are 32 lanes apart, so that lane 31 refreshes what a shift leaves."""
+    """CUTLASS, copy_traits_sm100.hpp: rows are 32 lanes apart, so lane 31 refreshes the lane left by a shift."""
     before, source = noise(1, LANES, COLUMNS), bytes_of(4, 32, lane)
     after = run_tmem(copy("4x256b", 16, 128, 256, lane=lane), before, [k_major(source, 128, 256, size=512)])
     wanted = before[0].copy()
@@ -83,8 +83,11 @@ def test_copy_4x256b_writes_one_lane_of_each_quarter(lane):
 @pytest.mark.parametrize("shape", ["128x256b", "32x128b.warpx4"])
 @pytest.mark.parametrize(("form", "bits", "shift"), [("b4x16_p64", 4, 2), ("b6x16_p32", 6, 0)])
 def test_decompression_gives_every_element_a_byte(shape, form, bits, shift):
-    """Sixteen elements and padding fill 16 bytes. In a byte of tensor memory a 4-bit element has two zeros on both
-    sides (0b00ABCD00, as in CUTLASS mma_traits_sm120.hpp), a 6-bit element has them above."""
+    """Sixteen elements and padding fill 16 bytes.
+
+    In a byte of tensor memory, a 4-bit element has two zeros on both sides (0b00ABCD00, as in CUTLASS
+    mma_traits_sm120.hpp). A 6-bit element has two zeros above it.
+    """
     rows, width, _ = SHAPES[shape]
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (rows, width // 8), dtype=np.uint8)
     packed = np.full((rows, width // 128, 16), 0xEE, np.uint8)
@@ -147,7 +150,7 @@ TRANSFERS = [
 
 
 def transfer(direction: str, shape: str, repeat: int, n: int, column: int, lane: int, split: int, suffix="") -> str:
-    """Write a load into %r32.. or a store of them by each warp, in its own lanes."""
+    """Return a load into %r32.. or a store of these registers by each warp, in its own lanes."""
     registers = "{" + ", ".join(f"%r{32 + k}" for k in range(n)) + "}"
     half = f", {split}" if shape == "16x32bx2" else ""
     op = f"tcgen05.{direction}.sync.aligned.{shape}.x{repeat}{suffix}.b32"
@@ -159,7 +162,7 @@ def transfer(direction: str, shape: str, repeat: int, n: int, column: int, lane:
 
 @pytest.mark.parametrize(("shape", "repeat", "n", "lane"), TRANSFERS)
 def test_load_shapes(shape, repeat, n, lane):
-    """What a load of the shape leaves is compared by a store of its registers as lanes x registers."""
+    """A store of the loaded registers as lanes x registers shows the result of the load's shape."""
     before = noise(1, LANES, COLUMNS)
     moved = transfer("ld", shape, repeat, n, 4, lane, 11) + transfer("st", "32x32b", n, n, 32, 0, 0)
     after = run_tmem("", before, everyone=moved)

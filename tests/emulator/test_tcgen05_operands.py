@@ -1,7 +1,7 @@
-"""tcgen05.mma in raw PTX: every M of one CTA and a pair, A in shared and in tensor memory, output-lane masks, scaled D;
-tcgen05.commit to several CTAs.
+"""tcgen05.mma in raw PTX: every M, A in shared and in tensor memory, lane masks, scaled D; multi-CTA tcgen05.commit.
 
-Operands and results are placed by hand; sources of the layouts are named in tmem_harness.py. Sums are exact in float32.
+M covers one CTA and a pair. Operands and results are placed by hand; tmem_harness.py names the sources of the layouts.
+Sums are exact in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from helpers.tmem_harness import (
 
 from hopwell.emulator import EmulatorError, UninitializedRead, Unsupported
 
-# Kind of the instruction and code of the format in its descriptor.
+# Instruction kind, and the code of the format in its descriptor.
 KINDS = {
     "f16": ("f16", 0), "bf16": ("f16", 1), "tf32": ("tf32", 2), "u8": ("i8", 0), "s8": ("i8", 1),
     "e4m3": ("f8f6f4", 0), "e5m2": ("f8f6f4", 1), "e2m3": ("f8f6f4", 3), "e3m2": ("f8f6f4", 4), "e2m1": ("f8f6f4", 5),
@@ -40,7 +40,7 @@ AT_A, COLUMNS = N, N + 16
 
 
 class Operand:
-    """``steps`` instructions' worth of k: values, bytes in shared memory and bytes in tensor memory."""
+    """``steps`` instructions of k: values, bytes in shared memory and bytes in tensor memory."""
 
     def __init__(self, kind: str, rows: int, steps: int, seed: int):
         dtype = (FLOATS | INTEGERS).get(kind)
@@ -56,7 +56,7 @@ class Operand:
             codes = draw(kind, shape, 0.5, 2, seed)
             self.values = VALUES[kind][codes]
             self.shared = packed(codes, kind, tight=False)
-            # Tensor memory has a byte for each element; a 4-bit one lies in its bits 2 to 5.
+            # Tensor memory has a byte for each element; a 4-bit element is in bits 2 to 5.
             self.tensor = codes << 2 if kind == "e2m1" else codes
 
     def image(self, rows: slice) -> np.ndarray:
@@ -66,7 +66,7 @@ class Operand:
 
 
 class Product:
-    """d = a b^T in ``steps`` instructions, the first of which may accumulate onto what D holds."""
+    """d = a b^T in ``steps`` instructions; the first may accumulate onto the contents of D."""
 
     def __init__(self, kind, m, ctas, in_tmem=False, steps=2, b_kind=None, seed=0):
         self.kind, self.m, self.ctas, self.in_tmem, self.steps = kind, m, ctas, in_tmem, steps
@@ -128,7 +128,7 @@ def test_sub_byte_formats(kind, b_kind, in_tmem):
 
 
 def test_packed_elements_decompressed_into_operand_a():
-    """tcgen05.cp with b4x16_p64 turns what shared memory holds of A into what tensor memory must hold."""
+    """tcgen05.cp with b4x16_p64 converts A from its shared-memory form to its tensor-memory form."""
     problem = Product("e2m1", 128, 1, in_tmem=True, steps=1, b_kind="e4m3")
     wanted = problem.wanted(problem.value)
     problem.before[:, :, AT_A : AT_A + 8] = noise(1, LANES, 8, seed=5)
@@ -160,7 +160,7 @@ def test_scaled_accumulator(scale):
 
 @pytest.mark.parametrize(("m", "ctas"), SHAPES, ids=IDS)
 def test_output_lane_mask(m, ctas):
-    """A bit of the mask stands for a lane of tensor memory, not for a row; a pair has 256 of them."""
+    """A bit of the mask stands for a lane of tensor memory, not for a row; a pair has 256 lanes."""
     problem = Product("f16", m, ctas, steps=1)
     mask = [int(x) for x in noise(4 * ctas, seed=8)]
     after = problem.run(problem.instructions(mask=mask))
@@ -179,7 +179,7 @@ def test_a_pair_needs_a_mask_of_eight_words():
 
 @pytest.mark.parametrize("schedule", ["late", "random"])
 def test_products_of_one_thread_run_in_order(schedule):
-    """PTX ISA, "tcgen05 pipelined instructions": the second accumulates onto the first without a wait."""
+    """PTX ISA, "tcgen05 pipelined instructions": the second product accumulates onto the first without a wait."""
     problem = Product("bf16", 128, 2, in_tmem=True)
     np.testing.assert_array_equal(problem.run(schedule=schedule, seed=4), problem.wanted(problem.value))
 
@@ -203,8 +203,10 @@ def test_operand_a_that_nobody_wrote():
 @pytest.mark.parametrize("mask", [0b0001, 0b1010, 0b1111])
 @pytest.mark.parametrize("issuer", [0, 2])
 def test_commit_signals_the_ctas_of_its_mask(mask, issuer):
-    """The barrier at the same offset in every CTA of the mask completes one phase (two would look like none), and in no
-    other CTA."""
+    """The barrier at the same offset in every CTA of the mask completes exactly one phase, and in no other CTA.
+
+    Two phases would look like none.
+    """
     out = empty(4)
     run_ptx(
         f"""

@@ -40,7 +40,7 @@ KINDS = {
 
 
 class Problem:
-    """One product with random codes, and where everything lies."""
+    """One product with random codes, and the place of each operand."""
 
     def __init__(self, kind, m, n, ctas=1, a="e2m1", b="e2m1", ids=(0, 0), scale=None, negate=False, in_tmem=False):
         self.kind, self.m, self.n, self.ctas, self.ids, self.negate = kind, m, n, ctas, ids, negate
@@ -63,7 +63,7 @@ class Problem:
         )  # fmt: skip
 
     def images(self) -> list[np.ndarray]:
-        """Put A behind B in each CTA's shared memory."""
+        """Put A after B in each CTA's shared memory."""
         own_m, own_n = self.m // self.ctas, self.n // self.ctas
         out = []
         for cta in range(self.ctas):
@@ -90,8 +90,8 @@ class Problem:
             self.scale_words(tmem[cta], self.at_a, self.sa[own * cta : own * cta + own], self.ids[0], 1)
             self.scale_words(tmem[cta], self.at_b, self.sb, self.ids[1], 2 if own == 64 else 1)
         if self.in_tmem:
-            # PTX ISA, "packing formats of elements in tensor memory": the mxf4 kinds pack tightly, the others
-            # have a byte for each element; a 4-bit one lies in its bits 2 to 5.
+            # PTX ISA, "packing formats of elements in tensor memory": the mxf4 kinds pack tightly; other kinds have a
+            # byte for each element, with a 4-bit element in bits 2 to 5.
             bytes_ = packed(self.a, "e2m1", True) if self.tight else self.a << 2 if self.a_kind == "e2m1" else self.a
             place_rows(np.ascontiguousarray(bytes_).view(np.uint32), self.m, self.ctas, tmem, self.at_values)
         return tmem
@@ -127,7 +127,7 @@ class Problem:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_and_vector_sizes(kind, m, n, ctas):
-    """M = 128 of a pair splits D's columns, and the scales of B with them, over the halves of the lanes."""
+    """M = 128 of a pair splits D's columns, with their scales of B, over the halves of the lanes."""
     formats = {"a": "e4m3", "b": "e4m3"} if kind.startswith("mxf8") else {}
     Problem(kind, m, n, ctas, **formats).check()
 
@@ -147,7 +147,7 @@ def test_a_in_tensor_memory(kind, a, m, ctas):
 
 @pytest.mark.parametrize("n", [8, 96, 256])
 def test_widths(n):
-    """Scales of a number of rows that does not fill a column, and of several columns."""
+    """The scales cover row counts that do not fill a column, and several columns."""
     Problem("mxf8f6f4.block_scale.scale_vec::1X", 128, n, a="e4m3", b="e4m3").check()
 
 
@@ -177,7 +177,7 @@ def test_negated_operand():
 
 
 def test_scales_through_a_copy():
-    """The way CUTLASS takes: 32x128b.warpx4 brings 128 scales to all quarters, then the same thread multiplies."""
+    """As in CUTLASS, 32x128b.warpx4 copies 128 scales to all quarters, then the same thread multiplies."""
     problem = Problem("mxf8f6f4.block_scale.scale_vec::1X", 128, 64, a="e4m3", b="e4m3")
     before = problem.before()
     wanted = before.copy()

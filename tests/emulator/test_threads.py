@@ -1,5 +1,7 @@
-"""Calls of several threads at once: each is as if it were alone, whatever the others run. By hand, ``--threads 16
---rounds 7`` makes more than 50 calls of each thread."""
+"""Concurrent calls of several threads: each behaves as if it were alone.
+
+By hand, ``--threads 16 --rounds 7`` makes more than 50 calls in each thread.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from hopwell.kernels.launch import plan
 
 pytestmark = pytest.mark.emulator
 
-# Clusters that hand a value on, one after the other: the race detector has a clock of each for every other.
+# Clusters that pass a value from one to the next: the race detector has a clock of each for every other.
 RELAY = """
     mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %tid, 0; @!%p1 bra DONE;
     SPIN: ld.acquire.gpu.global.b32 %r2, [%a1]; setp.ne.u32 %p2, %r2, %r1; @%p2 bra SPIN;
@@ -30,7 +32,7 @@ RELAY = """
 
 
 def together(*work: Callable[[], torch.Tensor], threads: int = 4, rounds: int = 6) -> list[list[torch.Tensor]]:
-    """Results of threads, each of which does all the work ``rounds`` times, beginning at another place."""
+    """Return results of threads that each do all the work ``rounds`` times, from different starts."""
     begin = threading.Barrier(threads)
 
     def thread(number: int) -> list[torch.Tensor]:
@@ -65,7 +67,7 @@ def test_a_race_detector_in_each_thread():
 
 
 def test_each_thread_gets_its_own_error(monkeypatch):
-    monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)  # let the kernel come to it
+    monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)  # let the kernel reach the bad value
     data = Batch([3], [40], heads=2, kv_heads=1, device="cpu")
     key, value, table = data.pages(4)
     wrong = table.clone()

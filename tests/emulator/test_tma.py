@@ -133,7 +133,7 @@ def test_padded_4_bit_elements_fill_half_of_each_chunk():
 
 
 def test_every_lane_issues_its_own_box():
-    """Lanes are not elected: eight lanes copy eight boxes, and the barrier counts the bytes of all."""
+    """PTX elects no lane: eight lanes copy eight boxes, and the barrier counts the bytes of all."""
     x = matrix(64, 8)
     tmap = descriptor(I32, x, [8, 64], [32], [8, 4])
     out = empty(8 * 4 * 8)
@@ -243,7 +243,7 @@ def test_cp_async_with_zero_fill():
 
 @pytest.mark.parametrize("negation", ["", "!"])
 def test_cp_async_that_ignores_its_source(negation):
-    """A predicate makes the destination zero instead."""
+    """With a true predicate, cp.async ignores the source and writes zeros."""
     x, y = torch.arange(128, dtype=torch.int32) + 1, empty(128)
     body = (
         "mov.u32 %r1, smem; shl.b32 %r3, %tid, 4; add.u32 %r4, %r1, %r3; cvt.u64.u32 %d1, %r3; add.u64 %d2, %a0, %d1;\n"
@@ -303,7 +303,7 @@ def test_descriptor_over_unregistered_memory():
 @pytest.mark.parametrize("schedule", ["eager", "late"])
 @pytest.mark.parametrize("load", [True, False], ids=["load", "store"])
 def test_dimensions_other_than_the_descriptors(place, schedule, load):
-    """The instruction's own number of dimensions must be the descriptor's."""
+    """The instruction's number of dimensions must equal the descriptor's."""
     x = matrix(16, 8)
     tmap = descriptor(I32, x, [8, 16], [32], [8, 4])
     given = tmap.numpy().tobytes() if place == "parameter" else tmap

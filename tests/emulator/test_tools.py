@@ -1,4 +1,4 @@
-"""Worker processes, named memory, and the comparison with a GPU as far as it runs without one."""
+"""Worker processes, named memory, and the parts of the GPU comparison that run without a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""mma.sync of every kind that sm_120 has, and the matrix loads that feed it, against sums that float32 holds exactly.
+"""mma.sync of every kind of sm_120, and its matrix loads, against sums that float32 represents exactly.
 
-Fragments: PTX ISA, "matrix fragments for mma.m16n8k16", "mma.m16n8k32" and "mma.m16n8k64", which are one rule in bytes;
-scales: "block scaling for mma.sync", "scale_vec_size" and "byte-id and thread-id".
+Fragments: PTX ISA, "matrix fragments for mma.m16n8k16", "mma.m16n8k32" and "mma.m16n8k64", which are one rule in bytes.
+Scales: "block scaling for mma.sync", "scale_vec_size" and "byte-id and thread-id".
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ LOADS = "mul.wide.u32 %d3, %tid, 4; add.u64 %d4, %a0, %d3; add.u64 %d5, %a1, %d3
 
 
 def words_of_rows(rows: np.ndarray, registers: int, halves: int) -> np.ndarray:
-    """Return the registers [register][lane] of an operand from the bytes of its rows; A's registers alternate between
-    the rows of both ``halves``."""
+    """Return the registers [register][lane] of an operand from the bytes of its rows.
+
+    A's registers alternate between the rows of both ``halves``.
+    """
     out = np.empty((registers, 32), np.uint32)
     for r in range(registers):
         row = GROUP + 8 * (r % halves)
@@ -33,7 +35,7 @@ def words_of_rows(rows: np.ndarray, registers: int, halves: int) -> np.ndarray:
 
 
 def matrix_of(words: np.ndarray) -> np.ndarray:
-    """Return D [16][8] of its registers."""
+    """Return D [16][8] from its registers."""
     out = np.empty((16, 8), np.float32)
     for r in range(4):
         out[GROUP + 8 * (r // 2), 2 * PLACE + r % 2] = words[r].view(np.float32)
@@ -50,7 +52,7 @@ def product(
     target: str = TARGET,
     numerics: str = "auto",
 ) -> np.ndarray:
-    """D of one instruction whose C is ``start``, by default 1, from the bytes of A's rows and of B's columns.
+    """Return D of one instruction with C = ``start`` (default 1), from the bytes of A's rows and of B's columns.
 
     ``scales`` are the registers of A's and B's scales, ``select`` the byte and thread of each.
     """
@@ -79,7 +81,7 @@ def test_16_bit_products(kind: str) -> None:
 
 
 def in_bytes(codes: np.ndarray, kind: str) -> np.ndarray:
-    """Return the elements of kind::f8f6f4, one to a byte; those of four bits in its middle."""
+    """Return the elements of kind::f8f6f4, one to a byte; a 4-bit element is in the middle of its byte."""
     return codes << 2 if kind == "e2m1" else codes
 
 
@@ -102,8 +104,10 @@ def test_8_bit_products(form: str, a_kind: str, b_kind: str) -> None:
 
 @pytest.mark.parametrize("numerics", ["fast", "hardware"])
 def test_8_bit_products_without_the_instruction(numerics: str) -> None:
-    """On Hopper ptxas sums products from zero, in f16 instructions, and adds the sum to C with one rounding: 2^24 + 1.5
-    rounds up. sm_120 has the instruction, which adds C with the products and cuts off."""
+    """On Hopper, ptxas sums products from zero in f16 instructions, and adds the sum to C with one rounding.
+
+    There, 2^24 + 1.5 rounds up. sm_120 has the instruction, which adds C with the products and truncates.
+    """
     one, half = (np.flatnonzero(VALUES["e4m3"] == x)[0] for x in (1, 0.5))
     a, b = np.zeros((16, 32), np.uint8), np.zeros((8, 32), np.uint8)
     a[:, [0, 3]], b[:, 0], b[:, 3] = one, one, half
@@ -120,8 +124,10 @@ def test_8_bit_products_without_the_instruction(numerics: str) -> None:
 
 
 def scale_registers(codes: np.ndarray, threads: int, thread: int, byte: int, seed: int) -> np.ndarray:
-    """The register that holds ``codes`` [rows][scales] from ``byte`` on; everything that is not theirs is noise. Rows
-    g and g + 8 of A are those of the two lanes of a quad that ``thread`` names, columns of B those of one."""
+    """Return the register with ``codes`` [rows][scales] from ``byte`` on, and noise in all other places.
+
+    Rows g and g + 8 of A are in the two lanes of a quad that ``thread`` names, columns of B in one lane.
+    """
     lanes = np.random.default_rng(seed).integers(0, 256, (32, 4), np.uint8)
     for row, values in enumerate(codes):
         lane = 4 * (row % 8) + threads * thread + row // 8
@@ -145,7 +151,7 @@ def test_mxf8f6f4_scales_rows_by_powers_of_two(a_kind, b_kind, byte_a, thread_a,
 
 @pytest.mark.parametrize("numerics", ["fast", "hardware"])
 def test_small_scales_lose_nothing(numerics: str) -> None:
-    """Products are aligned to the largest of them as they are after scaling, not to what the format could hold."""
+    """Products are aligned to the largest product after scaling, not to the largest number of the format."""
     a, b = draw("e4m3", (16, 32), 0.5, 4, 3), draw("e4m3", (8, 32), 0.5, 4, 4)
     registers = np.full((2, 32), 127 - 30, np.uint32)
     op = "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
@@ -177,8 +183,10 @@ def test_mxf4nvf4_scales_blocks(form: str, scale: str, per_row: int, thread_a: i
 
 # ------------------------------------------------------------------ loads
 def loaded(op: str, memory: np.ndarray, registers: int, expected_lanes: int, target: str = TARGET) -> np.ndarray:
-    """Registers [register][lane] that a matrix load of the rows ``memory`` [n][16 bytes] leaves. Lanes past the rows
-    that the instruction reads have an address that would fault."""
+    """Return registers [register][lane] after a matrix load of the rows ``memory`` [n][16 bytes].
+
+    Lanes past the rows of the instruction have an address that would fault.
+    """
     x, y = torch.from_numpy(memory.copy().view(np.int32).reshape(-1)), empty(32 * registers)
     body = LOADS + "mul.lo.u32 %r1, %tid, 16; mul.wide.u32 %d6, %tid, 16; add.u64 %d6, %d6, %a0;\n"
     body += f"mov.u32 %r2, smem; add.u32 %r3, %r2, %r1; setp.ge.u32 %p1, %tid, {expected_lanes}; @%p1 bra HERE;\n"
@@ -214,7 +222,7 @@ def test_ldmatrix_of_16_bit_elements(count: int, trans: bool) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("bits", [8, 4, 6])
 def test_ldmatrix_transposes_bytes(count: int, bits: int) -> None:
-    """Two registers come of a 16 x 16 matrix, each with eight of its columns as rows."""
+    """Two registers come from a 16 x 16 matrix, each with eight of its columns as rows."""
     rows = noise(16 * count)
     source = {8: "b8", 4: "b8x16.b4x16_p64", 6: "b8x16.b6x16_p32"}[bits]
     op = f"ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.{source}"
@@ -239,7 +247,7 @@ def test_ldmatrix_unpacks_to_bytes(count: int, bits: int) -> None:
 
 
 def unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Return the sixteen elements that the first bytes of each row hold."""
+    """Return the sixteen elements in the first bytes of each row."""
     numbers = [int.from_bytes(row.tobytes(), "little") for row in rows]
     return np.array([[n >> bits * k & (1 << bits) - 1 for k in range(16)] for n in numbers], np.uint8)
 
@@ -257,7 +265,7 @@ def test_byte_matrices_feed_the_product() -> None:
 )
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stmatrix(shape: str, element: str, trans: bool, count: int) -> None:
-    """Rows of 16 bytes in shared memory come from registers; bytes exist transposed only."""
+    """Registers go to rows of 16 bytes in shared memory; byte matrices exist only transposed."""
     words = np.random.default_rng(count).integers(0, 2**32, (count, 32), np.uint32)
     x, y = torch.from_numpy(words.view(np.int32).reshape(-1)), empty(32 * count)
     names = [f"%r{10 + k}" for k in range(count)]
@@ -318,8 +326,9 @@ CHAIN, TILES = 4, 256
 
 
 def chain_text(kind: str) -> str:
-    """Write a kernel of products in a chain, one warp for each block; its operands are words
-    [block][register][lane]."""
+    """Return a kernel with a chain of products, one warp for each block; its operands are words
+    [block][register][lane].
+    """
     each, depth = 6, 32 if kind == "e4m3" else 16
     op = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32"
     row = CHAIN * each * 128
@@ -358,7 +367,7 @@ def chains(kind: str, device: devices.Device) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "e4m3"])
 def test_chains_are_near_float64(kind: str) -> None:
-    """The emulator's hardware rounding differs from its chains of multiply-adds, but not by much."""
+    """The emulator's hardware rounding differs only slightly from its chains of multiply-adds."""
     modelled, fast = (chains(kind, devices.Emulated("sm_90a", n)).view(np.float32) for n in ("hardware", "fast"))
     assert (modelled != fast).any()
     np.testing.assert_allclose(modelled, fast, rtol=1e-5, atol=1e-6 * np.abs(fast).max())
@@ -377,7 +386,7 @@ MOVED = 13  # words of a lane
 
 
 def moves_text() -> str:
-    """A kernel of one warp that moves matrices between lanes in every way that Hopper has as well."""
+    """Return a kernel of one warp that moves matrices between lanes in every way that Hopper supports too."""
     groups = ["{" + ", ".join(f"%r{r}" for r in range(first, first + 4)) + "}" for first in (2, 10, 14, 20)]
     read, plain, transposed, stored = groups
     body = "mul.lo.u32 %r1, %thread, 16; cvt.u64.u32 %d0, %r1; add.u64 %d0, %a0, %d0;\n"
@@ -402,13 +411,13 @@ def moved(device: devices.Device) -> np.ndarray:
 
 
 def test_moves_lose_nothing() -> None:
-    """Each group of words is all that was read, in another order."""
+    """Each group of words holds all words that were read, in another order."""
     found, halves = moved(devices.Emulated("sm_90a")), np.sort(noise(32).view(np.uint16).reshape(-1))
     for words in (slice(0, 4), slice(4, 8), slice(9, 13)):
         np.testing.assert_array_equal(
             np.sort(np.ascontiguousarray(found[:, words]).view(np.uint16).reshape(-1)), halves
         )
-    np.testing.assert_array_equal(found[:, 8], found[:, 4])  # which movmatrix and ldmatrix transpose alike
+    np.testing.assert_array_equal(found[:, 8], found[:, 4])  # movmatrix and ldmatrix transpose alike
 
 
 @pytest.mark.gpu

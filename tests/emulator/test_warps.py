@@ -12,7 +12,7 @@ STORE = "mul.wide.u32 %d3, %tid, 4; add.u64 %d4, %a0, %d3; st.global.b32 [%d4], 
 
 
 def lanes(body: str, block: int = 32, **settings) -> list[int]:
-    """Return what each thread leaves in %r50."""
+    """Return each thread's value of %r50."""
     y = empty(block)
     run_ptx(body + STORE, y, block=block, **settings)
     return y.tolist()
@@ -73,7 +73,7 @@ def test_elect_chooses_one_lane():
 
 
 def test_loops_with_different_trip_counts_converge():
-    """Lane n counts to n; the shuffle behind the loop needs all lanes together."""
+    """Lane n counts to n; the shuffle after the loop needs all lanes together."""
     got = lanes(
         "mov.u32 %r1, 0; LOOP: setp.ge.u32 %p1, %r1, %tid; @%p1 bra OUT; add.u32 %r1, %r1, 1; bra LOOP;\n"
         "OUT: shfl.sync.bfly.b32 %r50, %r1, 31, 31, -1;"
@@ -130,8 +130,10 @@ def test_a_missing_lane_is_a_deadlock_that_names_it():
 
 @pytest.mark.parametrize(("change", "fits"), [("dec", 128), ("dec", 40), ("inc", 128), ("inc", 160)])
 def test_register_budgets_change_in_their_direction_only(change, fits):
-    """512 threads of an SM start with 128 registers each. On an H200, setmaxnreg the other way is an illegal
-    instruction."""
+    """512 threads of an SM start with 128 registers each.
+
+    On an H200, setmaxnreg in the other direction is an illegal instruction.
+    """
     wrong = {"dec": 136, "inc": 120}[change]
     for block, directives in ((512, ".reqntid 512, 1, 1"), (256, ".reqntid 256, 1, 1 .minnctapersm 2")):
         run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {fits};", block=block, directives=directives)

@@ -179,8 +179,10 @@ def test_deferred_execution_gives_the_same(schedule):
 
 # ------------------------------------------------------------------ rounding
 def test_short_fp8_accumulator():
-    """An 8-bit wgmma keeps 13 fractional bits below the largest term (see native/product.c): 1 + 2^-14 loses the small
-    term, which a chain of fused multiply-adds keeps."""
+    """An 8-bit wgmma keeps 13 fractional bits below the largest term (see native/product.c).
+
+    1 + 2^-14 loses the small term, which a chain of fused multiply-adds keeps.
+    """
     parameters = (cutlass.Float8E4M3FN.__name__, 8, 32, [])
     function = compiled(
         lambda: Product(cutlass.Float8E4M3FN, 8, 32),

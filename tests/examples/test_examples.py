@@ -1,4 +1,4 @@
-"""Every example runs, on the GPU or through the emulator, and computes what it says."""
+"""Every example runs, on the GPU or in the emulator, and computes its documented result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = ("prompts", "steps")
 
 
 def run(name: str, device: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
-    """Return what the names of an example are at its end."""
+    """Return the final values of an example's names."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     return runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
@@ -55,8 +55,8 @@ def test_model(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert shown.count("bytes that continue prompt") == len(names["prompts"])
     assert shown.index("logits compared with the bf16 cache") < shown.index("fp8, prompts, relative error")
     assert len(names["tokens"]) == 1 + (64 if device == "cuda" else 4)
-    # What rounding keys and values does to the logits of two layers, on a GPU of four (0.07 for fp8): a wrong scale,
-    # or a wrong order of scales, gives several times as much.
+    # Logit error from rounded keys and values with two layers, or with four layers on a GPU (0.07 for fp8). A wrong
+    # scale, or a wrong order of scales, gives several times this error.
     most = {"fp8": (0.1, 5e-3), "nvfp4": (0.3, 5e-2)}
     assert [(row["cache"], row["part"]) for row in names["figures"]] == list(itertools.product(most, PARTS))
     for row in names["figures"]:
@@ -67,7 +67,7 @@ def test_model(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_scales_of_values_in_the_order_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that are appended before and after a cache turns to decode have scales where linear ones are expected."""
+    """Tokens appended before and after a cache turns to decode have scales in the linear places."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     names = runpy.run_path(str(FOLDER / "model.py"))

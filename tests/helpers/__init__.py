@@ -1,1 +1,1 @@
-"""What tests of several folders share: batches, the float64 reference, cases, and what stands in for the GPU or DSL."""
+"""Code shared by tests of several folders: batches, the float64 reference, cases, stand-ins for the GPU and the DSL."""

@@ -25,7 +25,7 @@ TABLE = ((7, 2, -1, -1), (0, -1, -1, -1), (5, 9, 3, -1))
 
 @dataclass(frozen=True)
 class Form:
-    """One input form of one entry point: ``build()`` gives fresh arguments of a valid call."""
+    """One input form of one entry point: ``build()`` returns fresh arguments of a valid call."""
 
     name: str
     function: Callable[..., Any]
@@ -57,7 +57,7 @@ def page_shape(layout: str, width: int = DIM) -> tuple[int, int, int]:
 
 
 def prefill_batch() -> dict[str, Any]:
-    """Return what the context and FMHAv2 entries take alike, in their order: lengths and scales of the batch."""
+    """Return the arguments shared by the context and FMHAv2 entries, in order: lengths and scales of the batch."""
     return {
         "seq_lens": ints(*KV_LENS),
         "max_q_len": 5,
@@ -87,7 +87,7 @@ def stacked(layout: str, dtype: torch.dtype = BF16, width: int = DIM) -> torch.T
 
 
 def context_separate_ids(layout: str) -> dict[str, Any]:
-    """K and V pages alternate in one pool that is passed as both."""
+    """Return arguments with K and V pages that alternate in one pool, passed as both."""
     pool = data(2 * PAGES, *page_shape(layout))
     key = ints(*TABLE)
     tables = torch.stack((2 * key, 2 * key + 1), dim=1)
@@ -379,7 +379,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def batched(value: torch.Tensor) -> torch.Tensor:
-    """Return what torch.vmap makes of a tensor."""
+    """Return the batched tensor that torch.vmap makes of a tensor."""
     level = torch._C._functorch._vmap_increment_nesting(2, "error")
     try:
         return torch._C._functorch._add_batch_dim(torch.stack([value, value]), 0, level)
@@ -388,7 +388,7 @@ def batched(value: torch.Tensor) -> torch.Tensor:
 
 
 def odd_stride(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Rows of a multiple of 4 bytes that is no multiple of 16."""
+    """Return a tensor with rows of a multiple of 4 bytes that is not a multiple of 16."""
     return data(*shape[:-1], shape[-1] + 2, dtype=dtype)[..., : shape[-1]]
 
 
@@ -398,7 +398,7 @@ def call_cudnn(name: str = "ragged", **changes: Any) -> Any:
 
 
 def starts(offsets: TokenOffsets | None) -> list[int]:
-    """Return the tokens at which requests start."""
+    """Return the start of each request in tokens."""
     return (
         [0] * BATCH if offsets is None else [int(value) // offsets.token_elements for value in offsets.tensor[:BATCH]]
     )

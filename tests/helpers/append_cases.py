@@ -1,4 +1,4 @@
-"""Tokens to append, and what the cache holds afterwards by the quantizers of ``hopwell.layouts``."""
+"""Tokens to append, and the expected cache contents by the quantizers of ``hopwell.layouts``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hopwell import layouts
 
-POISON = 0xA5  # of bytes that nothing may write
+POISON = 0xA5  # byte value of memory that no kernel may write
 FP8, BF16, FP16, NVFP4 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.uint8
 
 
@@ -39,12 +39,14 @@ class Case:
 
     @property
     def counts(self) -> list[int]:
-        """Count the pages of each request."""
+        """Pages of each request."""
         return [-(-(a + b) // self.page_size) for a, b in zip(self.old, self.new, strict=True)]
 
 
 def interesting(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random numbers with what rounding is difficult for: ties, zeros and NaN of both signs, tiny and huge blocks."""
+    """Return random numbers with difficult cases for rounding: ties, zeros and NaN of both signs, tiny and
+    huge blocks.
+    """
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     blocks = values.flatten()[: values.numel() // 16 * 16].view(-1, 16)  # a view
     count = len(blocks)
@@ -60,7 +62,7 @@ def interesting(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
     blocks[6 % count, 3] = math.inf
     blocks[9 % count, 5] = -math.nan
     blocks[7 % count] *= 2.0**-13
-    # Scale factors that lie between two e4m3: 6 x (1 + k / 16) with odd k.
+    # Scale factors between two e4m3 values: 6 x (1 + k / 16) with odd k.
     blocks[8 % count] = blocks[8 % count].clamp(-6, 6)
     blocks[8 % count, 0] = 6 * (1 + 3 / 16)
     return values.to(dtype)
@@ -79,7 +81,7 @@ class Data:
             ],
             1,
         ).to(on)
-        # Slices of one tensor, as a projection gives them.
+        # Slices of one tensor, as from a fused projection.
         self.key = fused[:, : case.kv_heads * k_dim].unflatten(1, (case.kv_heads, k_dim))
         self.value = fused[:, case.kv_heads * k_dim :].unflatten(1, (case.kv_heads, v_dim))
         total = sum(case.counts) + 2
@@ -124,7 +126,7 @@ class Data:
         )
 
     def block_tables(self) -> torch.Tensor:
-        """Give the same pages as a table that ends in -1."""
+        """Return the same pages as a table that ends in -1."""
         table = torch.full((len(self.case.new), max(self.case.counts) + 1), -1, dtype=torch.int32)
         for row, ids in zip(table, self.ids.split(self.case.counts), strict=True):
             row[: len(ids)] = ids
@@ -132,7 +134,8 @@ class Data:
 
     def expected(self, skipped: Sequence[int] = ()) -> list[torch.Tensor]:
         """Return the bytes of K, V, and their scales as [pages, kv_heads, page_size, n], without the tokens
-        ``skipped``."""
+        ``skipped``.
+        """
         pools = [octets(view).cpu().clone() for view in self.views()]
         for part, (tokens, scale) in enumerate(((self.key, self.case.k_scale), (self.value, self.case.v_scale))):
             rows = self._quantized(tokens.cpu(), scale)
@@ -165,12 +168,12 @@ class Data:
         return [view for pool in pools for view in layouts.paged_kv_views(pool, self.case.layout, same_pages=True)]
 
     def check(self, want: Sequence[torch.Tensor]) -> None:
-        """Every byte of the cache is as expected."""
+        """Check that every byte of the cache is as expected."""
         for number, (view, right) in enumerate(zip(self.views(), want, strict=True)):
             differs = octets(view).cpu() != right
             assert not differs.any(), f"part {number}: {int(differs.sum())} bytes differ at {differs.nonzero()[:3]}"
 
 
 def octets(view: torch.Tensor) -> torch.Tensor:
-    """Return its bytes."""
+    """Return the bytes of a view."""
     return view.view(torch.uint8)

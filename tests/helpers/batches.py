@@ -1,7 +1,7 @@
-"""Batches of requests with known keys and values, and the ways to hand them to a kernel or an entry point.
+"""Batches of requests with known keys and values, and the ways to pass them to a kernel or an entry point.
 
-Everything that a kernel must not read, or must not let through, is NaN: unused pages, the ends of last pages, tokens of
-a ragged tensor that belong to nobody. Unused table entries are -1.
+All data that a kernel must not read, or must not propagate, is NaN: unused pages, the ends of last pages, tokens of a
+ragged tensor outside every request. Unused table entries are -1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Batch:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 128
-    v_head_dim: int = 0  # 0: as head_dim
+    v_head_dim: int = 0  # 0: equal to head_dim
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
     seed: int = 0
@@ -94,7 +94,7 @@ class Batch:
         return torch.tensor(list(values), dtype=torch.int64).to(torch.int32).view(dtype).to(self.device)
 
     def output(self) -> torch.Tensor:
-        """Allocate an output full of NaN: a row that is not written shows."""
+        """Allocate an output full of NaN, so that a missing row is visible."""
         shape = (self.tokens, self.heads, self.v_head_dim)
         return torch.full(shape, math.nan, dtype=self.dtype, device=self.device)
 
@@ -126,7 +126,10 @@ class Batch:
         return pool.transpose(1, 2).contiguous()
 
     def ragged(self, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """Return K and V [tokens, kv_heads, dim] with ``gap`` tokens of nobody before each request, and the starts."""
+        """Return K and V [tokens, kv_heads, dim], and the starts of requests.
+
+        ``gap`` tokens outside every request precede each request.
+        """
         begins = [begin + gap * (i + 1) for i, begin in enumerate(starts(self.kv_lens))]
         total = begins[-1]
         key, value = (
@@ -139,8 +142,10 @@ class Batch:
         return key, value, begins
 
     def problem(self, page_size: int | None = None, mask: Mask = CAUSAL, **changes: Any) -> AttentionProblem:
-        """Return the batch as a problem, with paged KV or (``page_size`` None) contiguous KV; ``changes`` are fields of
-        it."""
+        """Return the batch as a problem, with paged KV or (``page_size`` None) contiguous KV.
+
+        ``changes`` are fields of the problem.
+        """
         common: dict[str, Any] = dict(
             query=self.q,
             out=self.output(),
@@ -196,7 +201,7 @@ class Batch:
         return torch.cat([reference.statistics(q, k, scale, seen, score) for q, k, _, seen in self.requests(mask)])
 
     def requests(self, mask: Mask) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield q, k and v of each request, and which keys its rows see."""
+        """Yield q, k and v of each request, and the mask of keys that its rows see."""
         for request, begin in enumerate(starts(self.q_lens)[:-1]):
             q_len, kv_len = self.q_lens[request], self.kv_lens[request]
             seen = reference.visible(q_len, kv_len, mask, self.q.device)
@@ -206,14 +211,14 @@ class Batch:
 @dataclass
 class Expected:
     out: torch.Tensor  # float64
-    rounded: torch.Tensor  # the same with the roundings that no 16-bit kernel can avoid
+    rounded: torch.Tensor  # the same with the roundings that every 16-bit kernel has
     lse: torch.Tensor  # natural
 
     def of_tokens(self, tokens: slice) -> Expected:
         return Expected(self.out[tokens], self.rounded[tokens], self.lse[tokens])
 
     def check(self, out: torch.Tensor, factor: float = 1.0) -> None:
-        """``out`` is within twice what 16-bit rounding costs of ``factor`` times the expected output."""
+        """Check that ``out`` is within twice the 16-bit rounding error of ``factor`` times the expected output."""
         assert out.shape == self.out.shape
         exact, got = self.out * factor, out.double()
         assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"
@@ -228,7 +233,7 @@ class Expected:
         assert (got[unseen] == 0).all(), "a row without visible keys is not zero"
 
     def check_lse(self, lse: torch.Tensor, *, natural: bool = True) -> None:
-        """``lse`` [tokens, heads] matches; it is -inf where nothing is visible."""
+        """Check that ``lse`` [tokens, heads] matches; rows without visible keys have -inf."""
         want = self.lse if natural else self.lse / LN_2
         assert lse.shape == want.shape
         infinite = want == -math.inf
@@ -237,18 +242,18 @@ class Expected:
         assert (error <= 1e-5 * (1 + want[~infinite].abs())).all(), f"LSE off by {error.max():.2e}"
 
     def check_merged(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, natural: bool) -> None:
-        """Check that the parts (output, log-sum-exp) of disjoint keys combine into what is expected."""
+        """Check that the parts (output, log-sum-exp) of disjoint keys combine to the expected output."""
         outs, logs = (torch.stack(list(values)).double() for values in zip(*parts, strict=True))
         logs *= 1.0 if natural else LN_2
         lse = logs.logsumexp(0)
-        weights = (logs - lse).exp().nan_to_num(0.0)  # no rank sees a key of these rows
+        weights = (logs - lse).exp().nan_to_num(0.0)  # rows for which no rank sees a key
         assert (outs[logs == -math.inf] == 0).all(), "a row without visible keys is not zero"
         self.check((weights[..., None] * outs).sum(0).to(parts[0][0].dtype))
         self.check_lse(lse)
 
 
 def check_statistics(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Check that statistics [tokens, heads, 2] match those of :meth:`Batch.expected_statistics`."""
+    """Check that statistics [tokens, heads, 2] match :meth:`Batch.expected_statistics`."""
     (largest, total), (want_largest, want_total) = got.double().unbind(2), want.unbind(2)
     unseen = want_largest == -math.inf
     assert torch.equal(largest == -math.inf, unseen)
@@ -259,7 +264,7 @@ def check_statistics(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def same(problem: AttentionProblem, **changes: object) -> None:
-    """The problem gives bitwise the same output after the changes."""
+    """Check that the problem gives bitwise the same output after the changes."""
     before = execute(problem)
     after = execute(replace(problem, out=torch.full_like(before, math.nan), **changes))
     assert not before.isnan().any()

@@ -14,8 +14,11 @@ from hopwell.kernels.problem import AttentionProblem
 
 
 def check_two_branches(plan: Plan, problems: Sequence[AttentionProblem], want: torch.Tensor, fill: float) -> None:
-    """Check that a graph that launches the plan for all problems, on two branches by turns, gives each the result
-    ``want``. Outputs are full of ``fill`` before each of some replays."""
+    """Check that a graph with two branches gives each problem the result ``want``.
+
+    The graph launches the plan for all problems, on alternating branches. Outputs are full of ``fill`` before each of
+    some replays.
+    """
     graph, kv_half = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -33,8 +36,10 @@ def check_two_branches(plan: Plan, problems: Sequence[AttentionProblem], want: t
 
 
 def check_threads(work: Sequence[tuple[AttentionProblem, torch.Tensor]], fill: float) -> None:
-    """Check that results stay while threads, one for each (problem, result), launch over and over on streams of their
-    own."""
+    """Check that results stay equal while threads launch repeatedly, each on a stream of its own.
+
+    There is one thread for each (problem, result).
+    """
 
     def hammer(problem: AttentionProblem, want: torch.Tensor) -> None:
         plan = Plan(problem)
@@ -47,7 +52,7 @@ def check_threads(work: Sequence[tuple[AttentionProblem, torch.Tensor]], fill: f
 
 
 def check_jobs(jobs: Sequence[Callable[[], None]]) -> None:
-    """Jobs fail in none of as many threads: the first on the default stream, the others on streams of their own."""
+    """Check that jobs succeed in one thread each: the first on the default stream, the others on their own streams."""
     torch.cuda.synchronize()
     failures: list[Exception] = []
 

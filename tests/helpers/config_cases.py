@@ -17,13 +17,13 @@ MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WINDOW = 70  # keys to the left
 CHUNK = 64
 CAPS = {ScoreKind.SOFT_CAP: 2.0, ScoreKind.LARGE_SOFT_CAP: 3e5}
-SCALE = 1.25  # times 1 / sqrt(head_dim), as statistics of plain scores have that factor and no other
-SKIP_SOFTMAX = 1e-30  # so little that nothing is left out
+SCALE = 1.25  # times 1 / sqrt(head_dim): statistics of plain scores have exactly this factor
+SKIP_SOFTMAX = 1e-30  # small enough that no tile is left out
 
 _CONTIGUOUS, _ROWS = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0)
 _PAGES16, _PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)
-# Chunks and scores in fp16. The dtype is in matrix instructions and roundings, of which neither knows anything: a few
-# kernels stand for all.
+# Chunks and scores in fp16. The dtype affects matrix instructions and roundings, and neither depends on chunks or
+# scores, so a few kernels stand for all.
 FP16_FEATURES = tuple(
     PrefillConfig("sm_90a", "fp16", "fp16", *dims, mask, *fetch, score)
     for dims, mask, fetch, score in (
@@ -41,7 +41,7 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def mask_of(config: PrefillConfig) -> Mask:
-    """A mask that ``config`` is chosen for. A window is as short as that allows."""
+    """Return a mask that selects ``config``, with the shortest window that does."""
     dims = config.head_dim_qk, config.head_dim_v
     if config.mask is MaskKind.SLIDING_WINDOW:
         is_long = config.has_short_steps(dims, config.mask) and not config.short_steps
@@ -57,8 +57,10 @@ def check_config(
     kv_heads: int = 1,
     device: str = "cuda",
 ) -> None:
-    """Check a config with requests of (query, KV) ``lengths`` with one of ``sinks`` for each query head: output,
-    log-sum-exp and statistics match."""
+    """Check a config with requests of (query, KV) ``lengths``, and one of ``sinks`` for each query head.
+
+    Output, log-sum-exp and statistics must match.
+    """
     data = Batch(
         *lengths,
         heads=len(sinks),

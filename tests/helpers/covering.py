@@ -1,4 +1,4 @@
-"""Which kernels are compiled in tests: all shipped ones would take an hour."""
+"""Chooses the kernels that tests compile, because all shipped ones would take an hour."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hopwell.kernels.registry import shipped_configs
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 
-# What models have, and what differs most: three consumer warpgroups with few registers each, two of them, different
-# widths of K and V, and the widest output of a warpgroup.
+# Common head dims of models, and the most different kernels: three consumer warpgroups with few registers each, two of
+# them, different widths of K and V, and the widest output of a warpgroup.
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 CONTIGUOUS, ROWS = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0)
 PAGES16, PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)
@@ -31,7 +31,7 @@ def shipped_of(dims: tuple[int, int]) -> list[PrefillConfig]:
 
 
 def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
-    """Return every way in which shipped kernels of ``dims`` fetch K and V."""
+    """Return every KV source (fetch and box rows) of shipped kernels of ``dims``."""
     return list(dict.fromkeys((config.kv_fetch, config.box_rows) for config in shipped_of(dims)))
 
 
@@ -41,7 +41,9 @@ def every_tile(dims: tuple[int, int]) -> list[Tile]:
 
 
 def with_features(config: PrefillConfig) -> list[PrefillConfig]:
-    """``config`` with every score, each with and without skip-softmax, where they go with its boxes and choices."""
+    """Return ``config`` with every score that its boxes and choices allow, each with and without skip-softmax if
+    allowed.
+    """
     dims = (config.head_dim_qk, config.head_dim_v)
     found = []
     for score, skip in itertools.product(ScoreKind, (False, True)):
@@ -53,14 +55,14 @@ def with_features(config: PrefillConfig) -> list[PrefillConfig]:
 
 
 def stands_for_masks(dims: tuple[int, int], mask: MaskKind, fetch: tuple[KvFetch, int]) -> bool:
-    """Every mask goes with every way to fetch, but boxes of unusual sizes for two head dims only."""
+    """Whether a mask is tested with a KV source: boxes of unusual sizes have every mask for two head dims only."""
     return mask is MaskKind.CAUSAL or dims in ((64, 64), (128, 128)) or fetch in (CONTIGUOUS, ROWS, PAGES16, PAGES64)
 
 
 def covering_configs() -> list[PrefillConfig]:
-    """Shipped kernels, and others that are compiled when asked for, that stand for all the rest.
+    """Return shipped and on-demand kernels that stand for all others.
 
-    A line for each thing that changes the code; what two lines choose independently of each other is not combined.
+    Each line covers one choice that changes the code. Independent choices of two lines are not combined.
     """
     found: dict[PrefillConfig, None] = {}
 
@@ -77,23 +79,23 @@ def covering_configs() -> list[PrefillConfig]:
 
     for dims in MAIN_DIMS:
         for fetch in fetches(dims):
-            # A mask decides which loops the consumers have and a fetch what the producers do; the assembler allocates
-            # registers for all of it at once.
+            # The mask selects the consumers' loops, and the fetch selects the producers' code. The assembler allocates
+            # registers for both at once.
             for mask in (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW):
                 if stands_for_masks(dims, mask, fetch):
                     add(dims, mask, fetch)
-        # The dtype is in the matrix instructions, the TMA descriptors and the rounding, but in no mask, and in no page.
+        # The dtype affects the matrix instructions, the TMA descriptors and the rounding, but no mask and no page.
         for fetch in (CONTIGUOUS, PAGES16):
             add(dims, MaskKind.CAUSAL, fetch, dtype="fp16")
-        # A chunk has the loops of a window and another left edge, which is the consumers' affair.
+        # A chunk has the loops of a window and a different left edge, in the consumers only.
         for fetch in (CONTIGUOUS, PAGES16):
             add(dims, MaskKind.CHUNKED, fetch)
-        # Scores are mapped between Q K^T and the mask. How they were fetched does not show there.
+        # Scores are mapped between Q K^T and the mask, so the fetch has no effect there.
         for score in (ScoreKind.SOFT_CAP, ScoreKind.LARGE_SOFT_CAP, ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI):
             add(dims, MaskKind.CAUSAL, PAGES16, score=score)
-        # Consumers with another step, and a branch around the softmax, which is where registers are scarce.
+        # Skip-softmax gives consumers another step and a branch around the softmax, where registers are scarce.
         add(dims, MaskKind.CAUSAL, CONTIGUOUS, skip_softmax=True)
-        # Heads in one tile: where Q comes from and where results go. Masks and fetches know nothing of it.
+        # Packed heads change the load of Q and the store of results. Masks and fetches do not depend on them.
         add(dims, MaskKind.CAUSAL, PAGES16, packs_heads=True)
         if dims in ((64, 64), (128, 128)):
             add(dims, MaskKind.FULL, CONTIGUOUS, packs_heads=True)
@@ -104,8 +106,8 @@ def covering_configs() -> list[PrefillConfig]:
     add((192, 128), MaskKind.SLIDING_WINDOW, PAGES16, short_steps=True)
     add((64, 64), MaskKind.CAUSAL, PAGES16, score=ScoreKind.SOFT_CAP, packs_heads=True)  # another tile
     add((512, 512), MaskKind.CAUSAL, PAGES16, packs_heads=True)  # warpgroups that share rows
-    # Padded columns: boxes, pages and rows are filled up in three different ways. The rest differ in sizes alone, or in
-    # how warpgroups share them out, which shows with any mask.
+    # Padded columns: boxes, pages and rows each pad in a different way. All other differences are in sizes, or in the
+    # columns of each warpgroup, which any mask covers.
     for dims in TILES:
         if dims not in MAIN_DIMS:
             for fetch in (CONTIGUOUS, ROWS, PAGES16):
@@ -114,8 +116,11 @@ def covering_configs() -> list[PrefillConfig]:
 
 
 def covering_byte_configs() -> list[PrefillConfig]:
-    """Return prefill kernels with operands of 8 bits: each head dim, fetch, mask, score and choice once, in the kernels
-    with most to keep in registers where head dims leave the choice. Outputs differ in the epilogue alone."""
+    """Return prefill kernels with 8-bit operands: each head dim, fetch, mask, score and choice once.
+
+    If head dims leave the choice, the kernel with the highest register use is taken. Outputs differ only in the
+    epilogue.
+    """
     middle, widest = (128, 128), (256, 256)
     causal, window = MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW
     chosen: list[tuple[tuple[int, int], MaskKind, tuple[KvFetch, int], str, dict[str, Any]]] = [
@@ -138,7 +143,7 @@ def covering_byte_configs() -> list[PrefillConfig]:
 
 
 def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig]:
-    """Blackwell prefill kernels that stand for all, on the same grounds as :func:`covering_configs`."""
+    """Return Blackwell prefill kernels that stand for all, by the reasons of :func:`covering_configs`."""
     found: dict[Sm100PrefillConfig, None] = {}
 
     def add(dims: tuple[int, int], mask: MaskKind, fetch: tuple[KvFetch, int], dtype: str = "bf16", **kind) -> None:
@@ -147,7 +152,7 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
     narrow, middle, uneven = (64, 64), (128, 128), (192, 128)
     for fetch in (CONTIGUOUS, ROWS, PAGES16, PAGES64):
         add(middle, MaskKind.CAUSAL, fetch)
-    # Not with head dim 64, where it spills 128 bytes: large caps are rare, and precise is what they are to be.
+    # Head dim 64 is left out because it spills 128 bytes: large caps are rare, and their purpose is precision.
     add(middle, MaskKind.CAUSAL, PAGES16, score=ScoreKind.LARGE_SOFT_CAP)
     for dims, fetch in ((narrow, PAGES16), (middle, CONTIGUOUS), (uneven, PAGES16)):
         add(dims, MaskKind.SLIDING_WINDOW, fetch)
@@ -165,27 +170,28 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
 
 
 def covering_decode_configs() -> list[DecodeConfig]:
-    """Decode kernels that stand for all: a mask changes what consumers do, a fetch what producers do."""
+    """Return decode kernels that stand for all: a mask changes the consumers' code, a fetch the producers' code."""
 
     def stands_for_others(c: DecodeConfig) -> bool:
         plain = c.mask is MaskKind.DRAFT, (c.kv_fetch, c.box_rows) == PAGES16
-        # How values are dequantized goes by both types; masks and fetches know the width alone.
+        # Both types decide how values are dequantized; masks and fetches depend on the width alone.
         stands = any(plain) if c.dtype == "bf16" and c.kv_type is not KvType.INT8 else all(plain)
         if c.dequantizes_in_place and c.head_dim_qk < 512:
-            # Loads, masks and products are those of other kernels; what dequantizes knows the sizes.
+            # Loads, masks and products equal the ones of other kernels; dequantization depends on the sizes.
             return c.dtype == "bf16" and c.kv_type is KvType.E4M3 and all(plain)
         if not c.has_tree:
             return stands
-        # Rows and columns are in all that combines nodes; masks, fetches and dtypes are in what comes before.
+        # Rows and columns affect the whole combine of nodes; masks, fetches and dtypes only affect the code before it.
         every_size = c.dtype == "bf16" and c.mask is MaskKind.FULL and plain[1]
         return every_size or (c.head_dim_qk == 128 and stands and (c.rows == SWAP_AB_ROWS[0] or plain[1]))
 
-    # There are padded columns in both ways to fetch: boxes, and rows that are filled up; and an output of 8 bits.
+    # Padded columns occur in both fetches: boxes, and rows that are padded. One output has 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
     rows = {KvType.WIDE: splitting.ROWS, KvType.E4M3: MOST_ROWS_IN_REGISTERS}
     kinds = [(kind, count) for kind, most in rows.items() for count in (most, SWAP_AB_ROWS[0])]
     narrow = ("sm_90a", "bf16", "e4m3")
-    # These are compiled on demand only: every head dim with few rows and with many, boxes and rows, and each mask.
+    # These kernels are compiled only on demand: every head dim with few rows and with many, boxes and rows, and each
+    # mask.
     nvfp4: list[tuple[int, MaskKind, tuple[KvFetch, int], int, tuple[str, str]]] = [
         (64, MaskKind.DRAFT, ROWS, SWAP_AB_ROWS[0], ("bf16", "bf16")),
         (64, MaskKind.FULL, ROWS, splitting.ROWS, ("bf16", "bf16")),
@@ -210,7 +216,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
 
 
 def covering_mla_configs() -> list[MlaConfig]:
-    """MLA kernels that stand for all: boxes of a whole tile, parts of it, rows and lists; all widths; few rows."""
+    """Return MLA kernels that stand for all: full-tile boxes, smaller boxes, rows and top-k; all widths; few rows."""
     wide, narrow = support.MLA_HEAD_DIMS
     *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
     chosen = [
@@ -221,7 +227,7 @@ def covering_mla_configs() -> list[MlaConfig]:
         (unrotated, TOPK, 16),
         (narrow, PAGES64, 16),
     ]
-    # Products of 8 bits: what fetches is that of 16 bits, and knows the width alone.
+    # Products of 8 bits: fetches equal the 16-bit ones, and depend on the width alone.
     bytes_chosen = [
         *((wide, fetch, rows) for fetch in (PAGES16, TOPK) for rows in (64, 16)),
         (wide, ROWS, 64),
@@ -235,7 +241,8 @@ def covering_mla_configs() -> list[MlaConfig]:
         for dtype, kinds in (("bf16", chosen), ("e4m3", bytes_chosen))
         for dims, fetch, rows in kinds
     ]
-    # Requests are cut by their own lengths: TMA, lanes and lanes that dequantize leave one warp or two that combine.
+    # Requests are split by their own lengths. TMA, lane copies, and lane copies with dequantization leave one or two
+    # warps for the combine.
     by_length = [("bf16", PAGES64, KvType.WIDE), ("bf16", ROWS, KvType.E4M3), ("e4m3", PAGES16, KvType.WIDE)]
     return configs + [
         MlaConfig("sm_90a", dtype, "bf16", *wide, MaskKind.CAUSAL, *fetch, kv_type, 64, batch_invariant=True)
@@ -244,8 +251,10 @@ def covering_mla_configs() -> list[MlaConfig]:
 
 
 def covering_sm120_decode_configs() -> list[DecodeConfig]:
-    """Decode and MLA decode kernels of sm_120 that stand for all: those of each size with most to keep in registers,
-    every mask, every way to fetch, and what is compiled on demand only."""
+    """Return decode and MLA decode kernels of sm_120 that stand for all.
+
+    They are the kernels of each size with the highest register use, every mask, every fetch, and all on-demand kernels.
+    """
     full, window, draft = MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT
     chosen = [
         ("bf16", 128, full, PAGES16, KvType.WIDE, 8),

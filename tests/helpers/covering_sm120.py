@@ -1,8 +1,7 @@
-"""What the emulated tests of sm_120 have to run: kinds of operands, masks and pages, each with each of the others, and
-outputs and scores with each kind of operands.
+"""Launches that the emulated tests of sm_120 must cover: all pairs of operand types, masks and pages.
 
-Sinks, the log-sum-exp and statistics change no kernel, so that they are no choice: cells of prefill and decode are run
-with sinks, and with those results that their references know.
+Outputs and scores are covered with each operand type. Sinks, the log-sum-exp and statistics change no kernel, so they
+are no choice. Prefill and decode cells run with sinks, and with the results that their references support.
 """
 
 from __future__ import annotations
@@ -18,8 +17,11 @@ from hopwell.kernels.problem import Family, MaskKind, ScoreKind
 
 
 class Cell(NamedTuple):
-    """A kind of launch. ``types`` are those of queries and of K and V; boxes count as of 16 tokens or of 64. An output
-    without a name is of the queries' type, or where these are e4m3, bf16."""
+    """A kind of launch.
+
+    ``types`` are the types of queries and of K and V. Boxes count as 16 or 64 tokens. An output without a name has the
+    queries' type, or bf16 for e4m3 queries.
+    """
 
     family: Family
     types: tuple[str, KvType]
@@ -38,15 +40,18 @@ class Cell(NamedTuple):
 
     @property
     def exists(self) -> bool:
-        """Tell whether there are such launches: lanes copy 8-bit keys of MLA, NVFP4 caches have pages, and the entry
-        that takes them has no chunks. Of MLA in fp16, which takes long to compile, pages of 64 stand for others."""
+        """Whether such launches exist.
+
+        Lanes copy 8-bit keys of MLA, NVFP4 caches have pages, and their entry does not support chunks. MLA in fp16
+        takes long to compile, so pages of 64 stand for the others.
+        """
         if self.family is Family.MLA:
             kept = {BF16: PAGES[Family.MLA], FP16: (PAGES64,)}
             return self.pages in kept.get(self.types, (ROWS, TOPK))
         return not (self.types[1] is KvType.NVFP4 and (self.pages == CONTIGUOUS or self.mask is MaskKind.CHUNKED))
 
     def pairs(self) -> Iterator[tuple]:
-        """Return what is run together with what."""
+        """Yield the pairs of choices that this cell covers."""
         yield from ((self.family, *pair) for pair in itertools.combinations(self[1:4], 2))
         yield (self.family, self.types, "to " + self.out)
         yield (self.family, self.types, self.score)
@@ -70,10 +75,10 @@ PAGES = {Family.PREFILL: (CONTIGUOUS, ROWS, PAGES16, PAGES64), Family.DECODE: (R
 PAGES[Family.MLA] = (*PAGES[Family.DECODE], TOPK)
 
 
-# Outputs of other types than the usual ones, and scores, which entries have for queries and caches of one type.
+# Unusual output types, and scores. Entries support scores for queries and caches of one type.
 OUTS = {
     (Family.PREFILL, ("e4m3", WIDE)): ("", "fp16", "e4m3", "nvfp4"),
-    (Family.PREFILL, ("fp16", NVFP4)): ("bf16", "e4m3", "nvfp4"),  # what the entry has dequantized from e4m3
+    (Family.PREFILL, ("fp16", NVFP4)): ("bf16", "e4m3", "nvfp4"),  # the entry dequantizes this from e4m3
     (Family.DECODE, ("bf16", E4M3)): ("", "e4m3"),
     (Family.DECODE, ("bf16", NVFP4)): ("", "e4m3"),
 }
@@ -81,8 +86,7 @@ SCORES = {(Family.PREFILL, types): tuple(ScoreKind) for types in (BF16, FP16, ("
 
 
 def every_cell() -> list[Cell]:
-    """Return all kinds of launches with outputs and scores as usual. Masks of ranks that share keys have tests of their
-    own."""
+    """Return all kinds of launches with usual outputs and scores. Masks of DCP ranks have tests of their own."""
     cells = (
         Cell(family, *choice)
         for family, choices in CHOICES.items()
@@ -92,23 +96,25 @@ def every_cell() -> list[Cell]:
 
 
 def with_choices(cell: Cell) -> Iterator[Cell]:
-    """Yield the cell with each output and each score that goes with its operands."""
+    """Yield the cell with each output and each score that its operands allow."""
     kind = (cell.family, cell.types)
     for out, score in itertools.product(OUTS.get(kind, ("",)), SCORES.get(kind, (ScoreKind.SCALED,))):
         yield cell._replace(out=out, score=score)
 
 
 def missing(covered: Iterable[Cell]) -> set[tuple]:
-    """Pairs of choices that no cell has run together. A type decides what multiplies, a mask which loops there are, and
-    pages what producers do: what all three would decide together is nothing. Outputs and scores meet each type of
-    operands, whose results and registers they take."""
+    """Return the pairs of choices that no cell covers.
+
+    The type selects the products, the mask the loops, and pages the producers' code. No code depends on all three.
+    Outputs and scores are paired with each type of operands, because they use its results and registers.
+    """
     every = [one for cell in every_cell() for one in with_choices(cell)]
     wanted, run = ({pair for cell in cells for pair in cell.pairs()} for cells in (every, covered))
     return wanted - run
 
 
 def filling(covered: Iterable[Cell]) -> list[Cell]:
-    """Few cells that run what these do not: the one with most of it first."""
+    """Return a small set of cells for the missing pairs: the cell with most of them first."""
     found: list[Cell] = []
     left, every = missing(covered), [one for cell in every_cell() for one in with_choices(cell)]
     while left:

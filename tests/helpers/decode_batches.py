@@ -1,4 +1,4 @@
-"""Batches for decode: a few new tokens a request over a paged cache, with drafts' masks, and what must come out."""
+"""Batches for decode: a few new tokens a request over a paged cache, with draft masks and expected results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, Mask,
 DRAFT = Mask(MaskKind.DRAFT)
 FULL = Mask(MaskKind.FULL)
 NVFP4 = torch.uint8  # as the entries call it
-INT8_UNIT = 40.0  # what stands for 1
+INT8_UNIT = 40.0  # the element that represents 1
 
 
 def draft_words(visible: Sequence[torch.Tensor], words: int, generator: torch.Generator) -> torch.Tensor:
-    """uint16 [tokens, 2 * words] of each request's [q_len, q_len] bits; what no query token owns is random."""
+    """Return uint16 [tokens, 2 * words] with each request's [q_len, q_len] bits; bits outside every query token are
+    random.
+    """
     rows = []
     for bits in visible:
         q_len = bits.shape[0]
@@ -33,8 +35,10 @@ def draft_words(visible: Sequence[torch.Tensor], words: int, generator: torch.Ge
 
 
 def nvfp4(values: torch.Tensor) -> layouts.NVFP4Blocks:
-    """Codes and scales of blocks, which mean the same where they can hold the values; NaN is in scales, beside codes
-    of all ones."""
+    """Return codes and block scales that equal the values if NVFP4 can represent them.
+
+    NaN is in the scales, with codes of all ones.
+    """
     data, scales = layouts.quantize_nvfp4(values, 1.0)
     poisoned = scales.float().isnan().repeat_interleave(8, -1)
     return layouts.NVFP4Blocks(data.masked_fill(poisoned, 0xFF), scales)
@@ -42,9 +46,10 @@ def nvfp4(values: torch.Tensor) -> layouts.NVFP4Blocks:
 
 @dataclass
 class DecodeBatch(Batch):
-    """``drafts`` are [q_len, q_len] of each request, true where a new token sees another; None for the causal ones.
+    """A batch of new tokens.
 
-    With a ``kv_dtype`` of 8 bits, or NVFP4, K and V have values that it can hold.
+    ``drafts`` are [q_len, q_len] of each request, true if a new token sees another; None means causal. With a
+    ``kv_dtype`` of 8 bits or NVFP4, K and V hold values that it can represent.
     """
 
     drafts: Sequence[torch.Tensor] | None = None
@@ -62,13 +67,13 @@ class DecodeBatch(Batch):
         return one
 
     def dcp_rank(self, world: int, rank: int) -> DecodeBatch:
-        """Return what one of ``world`` ranks has of the keys: every ``world``-th."""
+        """Return one DCP rank's keys: every ``world``-th key."""
         one = replace(self, kv_lens=[len(range(rank, n, world)) for n in self.kv_lens])
         one.q, one.k, one.v = self.q, *([own[rank::world] for own in tokens] for tokens in (self.k, self.v))
         return one
 
     def repeated(self, count: int) -> DecodeBatch:
-        """All requests ``count`` times over."""
+        """Return the batch with all requests repeated ``count`` times."""
         many = replace(self, q_lens=[*self.q_lens] * count, kv_lens=[*self.kv_lens] * count)
         many.q, many.k, many.v = self.q.repeat(count, 1, 1), self.k * count, self.v * count
         many.drafts = [*self.drafts] * count
@@ -83,17 +88,17 @@ class DecodeBatch(Batch):
 
     @property
     def scale(self) -> float:
-        """Return the softmax scale that makes logits as large as with other caches."""
+        """Softmax scale that gives logits as large as with other caches."""
         return super().scale / (INT8_UNIT if self.kv_dtype is torch.int8 else 1)
 
     def _pool(self, *arguments: Any) -> torch.Tensor:
         pool = super()._pool(*arguments)
-        if self.kv_dtype is torch.int8:  # which has no NaN
+        if self.kv_dtype is torch.int8:  # int8 cannot represent NaN
             pool = pool.nan_to_num(127)
         return pool if self.kv_dtype in (None, NVFP4) else pool.to(self.kv_dtype)
 
     def decode(self, page_size: int, mask: Mask = FULL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
-        """Return the batch as a decode problem. With ``ragged`` query lengths come from offsets."""
+        """Return the batch as a decode problem. With ``ragged``, query lengths come from offsets."""
         key, value, table = self.pages(page_size, order=changes.pop("order", 0))
         scales = None
         if self.kv_dtype is NVFP4:
@@ -124,7 +129,7 @@ class DecodeBatch(Batch):
         return AttentionProblem(**(problem | changes))
 
     def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Allocate memory for partial results, full of NaN."""
+        """Allocate memory for partials, full of NaN."""
         rows = self.heads // self.kv_heads * max(self.q_lens, default=0)
         size = workspace_bytes(rows, self.kv_heads, self.v_head_dim, capacity, key.device)
         return torch.full((size // 4,), float("nan"), device=self.device)
@@ -145,7 +150,7 @@ class DecodeBatch(Batch):
         return Expected(torch.cat(exact), torch.cat(rounded), torch.cat(lse))
 
     def visible(self, request: int, mask: Mask) -> torch.Tensor:
-        """Return [q_len, kv_len]: which keys the new tokens of a request see."""
+        """Return [q_len, kv_len]: the keys that each new token of a request sees."""
         q_len, kv_len = self.q_lens[request], self.kv_lens[request]
         device = self.q.device
         seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)

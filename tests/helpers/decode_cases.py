@@ -1,4 +1,4 @@
-"""A batch through the decode kernel of a given config, checked against float64: on the GPU and on the emulator."""
+"""Runs a batch through the decode kernel of a given config, checked against float64: on the GPU and in the emulator."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ HEAD_DIMS = (64, 128, 256, 512)
 TORCH_DTYPES = {name: dtype for dtype, name in QUERY_DTYPES.items()}
 KV_DTYPES = {kind: dtype for dtype, kind in NARROW_TYPES.items()}
 
-# What a launch happens in, such as the settings of the emulator.
+# Context of a launch, such as the settings of the emulator.
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
 PLAIN: tuple[Setting, ...] = (contextlib.nullcontext, contextlib.nullcontext)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests and options. ``window`` counts the keys to the left that are visible, -1 for all."""
+    """Requests and options. ``window`` counts the visible keys to the left, -1 for all."""
 
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
     group: int = 4
     kv_heads: int = 1
     window: int = -1
-    drafts: str = "tree"  # which of the new tokens see which, see draft_bits
+    drafts: str = "tree"  # the new tokens that each new token sees, see draft_bits
     ragged: bool = False
     sinks: bool = True
     tensor_scales: bool = False
@@ -51,8 +51,10 @@ def config_for(
     *,
     rows: int = 1,
 ) -> DecodeConfig:
-    """Return the kernel for pages of ``page_size`` tokens that lie one behind the other, and so many packed rows of a
-    request: query heads of a KV head times new tokens."""
+    """Return the kernel for contiguous pages of ``page_size`` tokens and this number of packed rows.
+
+    A request's packed rows are the query heads of a KV head times its new tokens.
+    """
     common, kind = ("sm_90a", dtype, dtype, head_dim, head_dim, mask), (kv_type, tile_rows(rows, head_dim, kv_type))
     box_rows = min(page_size, MAX_BOX_ROWS, DecodeConfig(*common, KvFetch.PAGE_ROWS, 0, *kind).tile.n)
     fetch = (KvFetch.PAGE_BOXES, box_rows) if box_rows >= MIN_BOX_ROWS else (KvFetch.PAGE_ROWS, 0)
@@ -60,13 +62,13 @@ def config_for(
 
 
 def fewest_rows(config: DecodeConfig) -> int:
-    """The fewest packed rows of a request that this kernel is for."""
+    """Return the smallest number of packed rows that selects this kernel."""
     others = (tile_rows(m, config.head_dim_qk, config.kv_type) for m in SWAP_AB_ROWS)
     return 1 + max((m for m in others if m < config.rows), default=0)
 
 
 def draft_bits(kind: str, q_len: int, seed: int) -> torch.Tensor:
-    """Return [q_len, q_len], true where a new token sees another."""
+    """Return [q_len, q_len], true if a new token sees another."""
     own = torch.eye(q_len, dtype=torch.bool)
     if kind == "linear":
         return torch.ones(q_len, q_len, dtype=torch.bool).tril()
@@ -77,7 +79,7 @@ def draft_bits(kind: str, q_len: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if kind == "any":
         return torch.randint(0, 2, (q_len, q_len), generator=generator) > 0
-    # A tree: each token sees itself and what its parent sees.
+    # A tree: each token sees itself and all tokens that its parent sees.
     for token in range(1, q_len):
         own[token] |= own[int(torch.randint(token, (1,), generator=generator))]
     return own
@@ -105,7 +107,7 @@ def batch_of(config: DecodeConfig, case: Case, device: str) -> DecodeBatch:
 def check_config(
     config: DecodeConfig, case: Case, page_size: int, device: str = "cuda", settings: Sequence[Setting] = PLAIN
 ) -> None:
-    """Output and log-sum-exp of every request match; every launch gives the same bits and leaves its counters zero."""
+    """Check output and log-sum-exp of every request; every launch gives the same bits and leaves its counters zero."""
     data, mask = batch_of(config, case, device), mask_of(config, case)
     sinks = torch.linspace(-1.0, 2.0, data.heads, device=device) if case.sinks else None
     lse = torch.full((data.tokens, data.heads), torch.nan, device=device)
@@ -134,7 +136,7 @@ def check_problem(
             plan = Plan(problem)
             found = plan.execute(replace(problem, out=torch.full_like(problem.out, torch.nan))), lse.clone()
         first = first or found
-        pairs = [(one.double(), other.double()) for one, other in zip(first, found, strict=True)]  # fp8 has no equal
+        pairs = [(one.double(), other.double()) for one, other in zip(first, found, strict=True)]  # equal lacks fp8
         assert all(torch.equal(*pair) for pair in pairs), "launches differ"
         assert not any(slab.any() for slab in plan.tickets._slabs), "counters are left behind"
     assert first is not None

@@ -1,14 +1,14 @@
-"""The attention of a DeepSeek-V3 layer in torch, decoding from a paged latent cache. Run this file to see it work.
+"""The attention of a DeepSeek-V3 layer in torch, decoding from a paged latent cache. Run this file as a demo.
 
-The cache has one row of 576 numbers for each token, whatever the number of heads: a latent of 512, from which every
-head's key and value could be computed, and a rotated key of 64 that all heads share. Nobody computes those keys and
-values. A head's logit is q_nope . (W_k latent) + q_rope . k_rope, which is also (W_k^T q_nope) . latent + q_rope .
-k_rope: with W_k absorbed into the query, the row itself is the key. And the weighted sum of values W_v latent is W_v
-times the weighted sum of latents: the row's first 512 numbers are the value, and W_v comes after attention. What is in
-between is ``trtllm_batch_decode_with_kv_cache_mla``.
+The cache has one row of 576 numbers for each token, for any number of heads. A row has a latent of 512, from which
+every head's key and value could be computed, and a rotated key of 64 shared by all heads. The layer never computes
+these keys and values. A head's logit is q_nope . (W_k latent) + q_rope . k_rope. It equals (W_k^T q_nope) . latent +
+q_rope . k_rope: with W_k absorbed into the query, the row itself is the key. The weighted sum of values W_v latent
+equals W_v times the weighted sum of latents. The row's first 512 numbers are therefore the value, and W_v comes after
+attention. ``trtllm_batch_decode_with_kv_cache_mla`` computes the part between the two.
 
-The cache may be narrower: rows in e4m3 with one scale for all of them, or ``fp8_ds_mla`` rows of 656 bytes. And, as in
-DeepSeek-V3.2, each new token may attend to the ``top_k`` tokens alone that an index of small keys finds.
+The cache may be narrower: e4m3 rows with one scale for all of them, or ``fp8_ds_mla`` rows of 656 bytes. As in
+DeepSeek-V3.2, each new token may attend only to the ``top_k`` tokens that an index of small keys finds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ CACHE_TYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "fp8_ds_mla"
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of DeepSeek-V3. With a ``top_k``, 2048 in DeepSeek-V3.2, each new token attends to that many tokens."""
+    """The sizes of DeepSeek-V3. With a ``top_k`` (2048 in DeepSeek-V3.2), each new token attends to this number of
+    tokens.
+    """
 
     hidden: int = 7168
     heads: int = 128
@@ -48,9 +50,9 @@ class Sizes:
 
 
 class LatentCache:
-    """Pages of latent rows, which lie anywhere in the pool, with room for ``capacity`` tokens of each request.
+    """Pages of latent rows, anywhere in the pool, with room for ``capacity`` tokens of each request.
 
-    Rows in e4m3 have one scale, which the first tokens decide.
+    Rows in e4m3 share one scale, computed from the first tokens.
     """
 
     def __init__(self, kind: str, requests: int, capacity: int, sizes: Sizes, page_size: int, device: str):
@@ -69,7 +71,7 @@ class LatentCache:
         return self.page_size * self.width
 
     def slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Say where in the pool the tokens at ``position`` of ``request`` are."""
+        """Return the pool slots of the tokens at ``position`` of ``request``."""
         return self.block_tables[request, position // self.page_size] * self.page_size + position % self.page_size
 
     def append(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
@@ -82,12 +84,12 @@ class LatentCache:
         self.pool.view(-1, self.pool.shape[-1])[slots.long()] = rows
 
     def scaled(self, factor: float) -> float | torch.Tensor:
-        """Return what products with rows, ``factor`` times as large, are multiplied by."""
+        """Return the multiplier for products with rows that are ``factor`` times as large."""
         return factor if self.scale is None else (factor * self.scale).view(1)
 
 
 def rotated(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Neighbouring columns of x [tokens, ..., rope] turned by an angle that grows with the token's position."""
+    """Rotate neighbouring columns of x [tokens, ..., rope] by an angle that grows with the token's position."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     columns = torch.arange(pairs.shape[-1], device=x.device) / pairs.shape[-1]
     angle = position[:, None] * 10000.0**-columns
@@ -96,7 +98,7 @@ def rotated(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 
 class LatentAttention(nn.Module):
-    """``q_gain`` is what random weights need for logits that tell tokens apart."""
+    """The layer. ``q_gain`` scales random weights so that logits distinguish tokens."""
 
     def __init__(self, sizes: Sizes, device: str, q_gain: float = 3.0):
         super().__init__()
@@ -125,7 +127,7 @@ class LatentAttention(nn.Module):
         return nope, rotated(rope, position)
 
     def latent_rows(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, kv_lora + rope]: what the cache keeps of each token."""
+        """Return [tokens, kv_lora + rope]: the cache's row of each token."""
         latent, rope = (hidden @ self.kv_down.T).split([self.sizes.kv_lora, self.sizes.rope], -1)
         return torch.cat([rms_norm(latent, (self.sizes.kv_lora,)), rotated(rope, position)], -1)
 
@@ -142,8 +144,10 @@ class LatentAttention(nn.Module):
     def choose(
         self, hidden: torch.Tensor, cache: LatentCache, request: torch.Tensor, position: torch.Tensor
     ) -> torch.Tensor:
-        """Positions [tokens, top_k] that each new token attends to, the most important ones in front of it and itself;
-        -1 behind them, where there are fewer."""
+        """Return the positions [tokens, top_k] that each new token attends to.
+
+        A new token attends to itself and the most important tokens before it. Missing entries at the end are -1.
+        """
         s, every = self.sizes, torch.arange(cache.capacity, device=hidden.device)
         keys = cache.index_keys[cache.slots(request[:, None], every).long()]
         query = (self.query_latent(hidden) @ self.index_q.T).unflatten(-1, (s.index_heads, s.index_dim))
@@ -155,7 +159,7 @@ class LatentAttention(nn.Module):
         return torch.nn.functional.pad(found, (0, s.top_k - found.shape[1]), value=-1)
 
     def decode(self, hidden: torch.Tensor, cache: LatentCache, workspace: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for new tokens [batch, q_len, hidden], which go into the cache."""
+        """Return the layer's output for new tokens [batch, q_len, hidden], which are added to the cache."""
         s, (batch, q_len, _) = self.sizes, hidden.shape
         position = (cache.seq_lens[:, None] + torch.arange(q_len, device=hidden.device)).flatten()
         request = torch.arange(batch, device=hidden.device).repeat_interleave(q_len)
@@ -192,8 +196,10 @@ class LatentAttention(nn.Module):
 def generate(
     wave: LatentAttention, prompts: list[torch.Tensor], steps: torch.Tensor, page_size: int = 64, kind: str = "bf16"
 ) -> tuple[list[torch.Tensor], LatentCache]:
-    """Outputs [batch, q_len, hidden] of each of ``steps`` [steps, batch, q_len, hidden], which follow the prompts, and
-    the cache that they leave."""
+    """Decode each of ``steps`` [steps, batch, q_len, hidden] after the prompts.
+
+    Returns the outputs [batch, q_len, hidden] and the final cache.
+    """
     count, batch, q_len, _ = steps.shape
     device, longest = steps.device.type, max(len(prompt) for prompt in prompts)
     cache = LatentCache(kind, batch, longest + count * q_len, wave.sizes, page_size, device)
@@ -210,7 +216,7 @@ def generate(
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    full = Sizes() if on_gpu else Sizes(hidden=256, heads=8, q_lora=128, index_heads=4)  # the emulator takes its time
+    full = Sizes() if on_gpu else Sizes(hidden=256, heads=8, q_lora=128, index_heads=4)  # the emulator is slow
     sparse = replace(full, top_k=256 if on_gpu else 64)
     lengths, count = ([1000, 1, 4096, 317], 64) if on_gpu else ([100, 1], 2)
     for kind, sizes in (("bf16", full), ("e4m3", full), ("fp8_ds_mla", sparse)):

@@ -1,4 +1,4 @@
-"""Compiles kernels written in the DSL once and keeps them: a second run of the tests compiles nothing."""
+"""Compiles kernels written in the DSL once and caches them, so a second test run compiles nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fake(dtype: Any, rank: int = 2, align: int = 16) -> Any:
 def compiled(make: Callable[[], Any], parameters: tuple, arguments: Callable[[], tuple], arch: str) -> Function:
     """Return the emulated function of ``make()`` called with ``arguments()`` and a stream.
 
-    ``parameters`` distinguish this kernel from others that the same module builds.
+    ``parameters`` distinguish this kernel from other kernels of the same module.
     """
     source = Path(inspect.getsourcefile(make) or "").read_bytes()
     version = importlib.metadata.version("nvidia-cutlass-dsl")

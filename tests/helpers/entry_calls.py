@@ -1,4 +1,4 @@
-"""The entry points called with a batch, as users call them."""
+"""Calls of the entry points with a batch, as from user code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels.problem import AttentionProblem
 
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
-LATENT_CAPACITY = 2**15  # no table of these calls has room for more tokens
+LATENT_CAPACITY = 2**15  # larger than the token capacity of every table in these calls
 
 # Query and KV lengths: two tiles of queries, three of keys, rows and whole requests without keys or queries.
 Q_LENS, KV_LENS = [5, 0, 130, 9, 1, 64], [77, 3, 300, 4, 200, 0]
 
 
 def cache_forms(key: torch.Tensor, value: torch.Tensor) -> list[tuple[Any, str]]:
-    """The pages in every form that the entry takes, with the name of its layout."""
+    """Return the pages in every form that the entry accepts, with the name of its layout."""
     nhd = [pool.transpose(1, 2).contiguous() for pool in (key, value)]
     pairs = [((key, value), "HND"), (tuple(nhd), "NHD")]
     if key.shape != value.shape:
@@ -68,7 +68,7 @@ def fmha_v2_arguments(data: Batch, qkv: Any, layout: str, **more: Any) -> dict[s
 
 
 def fmha_v2(data: Batch, qkv: Any, layout: str, **more: Any) -> Any:
-    """Return the output, with its statistics where ``more`` asks for them."""
+    """Return the output, with its statistics if ``more`` asks for them."""
     return repeated(hopwell.trtllm_fmha_v2_prefill, data, fmha_v2_arguments(data, qkv, layout, **more))
 
 
@@ -98,7 +98,7 @@ def cudnn(data: Batch, k_cache: torch.Tensor, v_cache: torch.Tensor, **more: Any
 
 
 def ragged_offsets(data: Batch, begins: list[int] | None = None) -> dict[str, torch.Tensor]:
-    """Return where each request's keys and values begin: at these tokens, or without gaps."""
+    """Return the start of each request's keys and values: at these tokens, or without gaps."""
     begins = begins or starts(data.kv_lens)
     return dict(
         batch_offsets_k=elements(data, begins, data.kv_heads * data.head_dim),
@@ -117,7 +117,7 @@ def elements(data: Batch, tokens: list[int], work_tile: int, dtype: torch.dtype 
 
 
 def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: str = "xqa", **more: Any) -> torch.Tensor:
-    """Return the output of either entry for decode, the other one being "trtllm"."""
+    """Return the output of a decode entry: XQA, or "trtllm"."""
     table, (kv_heads, page_size) = problem.page_table.key, problem.key.shape[1:3]
     size = xqa_workspace_bytes(data.heads, kv_heads, data.head_dim, table.shape[1] * page_size, q_len, data.device)
     arguments: dict[str, Any] = dict(

@@ -1,4 +1,4 @@
-"""Why some of the faults that a campaign plants cannot change what the prefill kernels do."""
+"""Reasons why some planted faults cannot change the behaviour of the prefill kernels."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def next_warp_barrier(kernel: Kernel, pc: int) -> int:
 
 
 def every_lane_arrives(kernel: Kernel, pc: int) -> bool:
-    """Tell whether the instructions from ``pc`` on come to an arrival that no branch leaves to one lane."""
+    """Whether the instructions from ``pc`` on reach an arrival without a branch to a single lane."""
     first = next(i for i in kernel.instrs[pc:] if i.op.startswith(("bra", "mbarrier.arrive", "bar.")))
     return first.op.startswith("mbarrier.arrive")
 
 
 def comes_before(kernel: Kernel, pc: int, first: str, other: str) -> bool:
-    """Tell whether the next instruction after ``pc`` that begins with either is the ``first``."""
+    """Whether, after ``pc``, an instruction starting with ``first`` comes before one starting with ``other``."""
     either = (i.op for i in kernel.instrs[pc + 1 :] if i.op.startswith((first, other)))
     return next(either, other).startswith(first)
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
-    """Say why an undetected fault changes nothing, or ""."""
+    """Return why an undetected fault changes nothing, or ""."""
     for kind, pattern, reason in REASONS:
         if fault.kind == kind and re.match(pattern, fault.text):
             return reason
@@ -58,8 +58,8 @@ def equivalent(fault: Fault, kernel: Kernel) -> str:
         return "the warp meets again when it reads its next tile, before it writes to its staging rows"
     if fault.kind == "drop bar.warp.sync" and every_lane_arrives(kernel, fault.sites[0] + 1):
         return "every lane says itself that it has read; a warp that has parted, as in merges, has to meet nevertheless"
-    # The rows before and behind the visible keys of a tile are zeroed one after the other, each with a fence and a warp
-    # barrier of its own: the second pair covers the first.
+    # Rows before and after a tile's visible keys are zeroed one after the other, each with a fence and a warp barrier
+    # of its own. The second pair covers the first.
     fences = [i.pc for i in kernel.instrs if i.op.startswith("fence.proxy.async")]
     if len(fences) > 1 and fault.sites[0] in (fences[0], fences[0] + 1):
         return "the same again follows before anything is published"

@@ -1,6 +1,6 @@
-"""A stand-in for the DSL's compiler: the cache around it can be tested in milliseconds, in many processes at once.
+"""A stand-in for the DSL's compiler, to test the cache around it in milliseconds and in many processes at once.
 
-It produces the files that the DSL does, with contents that change from compile to compile, and keeps a record of them.
+It writes the same files as the DSL, with contents that change from compile to compile, and records each compile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 @dataclass
 class Compiler:
-    """What stands for ``cute.compile``. All processes that are forked from here write to one record."""
+    """Stand-in for ``cute.compile``. All processes forked from here write to one record."""
 
     record: Path
     seconds: float = 0.0  # of a compile
@@ -36,7 +36,7 @@ class Compiler:
         dump = words[words.index("--dump-dir") + 1]
         (arch,) = re.findall(r"--gpu-arch (\S+)", options)
         unique = f"{kernel} {arch} {os.getpid()} {time.perf_counter_ns()}"
-        # The DSL names its files after the traced function, not after us.
+        # The DSL names its files after the traced function, not after hopwell's names.
         Path(dump, f"cutlass_{arch}.ptx").write_text(f"ptx of {unique}")
         if self.hangs:
             self.record.with_suffix(".hanging").touch()
@@ -46,7 +46,7 @@ class Compiler:
         return Compiled(unique)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put it where ``toolchain`` imports the DSL and the kernel from."""
+        """Install the stand-in at the place where ``toolchain`` imports the DSL and the kernel."""
         cutlass, cute, prefill = (types.ModuleType(name) for name in ("cutlass", "cutlass.cute", "prefill"))
         cutlass.cute, cute.compile = cute, self.compile  # type: ignore[attr-defined]
         prefill.build = lambda config: (config.name, ())  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ class Compiler:
 
     @property
     def compiled(self) -> list[str]:
-        """Return the names of the kernels of all compiles, in order."""
+        """Names of the kernels of all compiles, in order."""
         return [line.split()[1] for line in self.record.read_text().splitlines()] if self.record.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""Batches for prefill and latent attention in e4m3, and how far what comes out may be from float64."""
+"""Batches for prefill and MLA in e4m3, with bounds on the error against float64."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from helpers.mla_batches import MlaBatch
 from hopwell.kernels.problem import AttentionProblem, Mask, Score
 
 E4M3 = torch.float8_e4m3fn
-TILE = 64  # keys that weights are rounded together with
-# A weight rounded to e4m3 is off by half a unit in the last of four bits, or, where it is below 2^-14 of its tile's
-# largest, by half of the smallest step.
+TILE = 64  # keys whose weights are rounded together
+# A weight rounded to e4m3 is off by half a unit in the last of four bits. Below 2^-14 of its tile's largest weight, it
+# is off by half of the smallest step.
 WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
-# The tensor cores add products of 8-bit elements, 32 of them at a time, with 13 bits of mantissa or more behind the
-# leading one of the largest that they add. What is below is cut off.
+# The tensor cores add 32 products of 8-bit elements at a time. They keep 13 or more bits of mantissa after the leading
+# bit of the largest summand, and truncate the rest.
 SUMMAND_ERROR, SUMMED_AT_ONCE = 2.0**-13, 32
-LOGIT_ERROR = 2.0**-9  # of prefill's logits, by the same sums
-# This is of a whole output of prefill: each weight errs on its own, so all together are far better than that. Measured
-# at head dim 128 are 2.0e-2 to 2.3e-2, and 2.4e-2 of FlashAttention 3, see docs/kernels/prefill.md.
+LOGIT_ERROR = 2.0**-9  # error of prefill's logits, by the same sums
+# Error of a whole output of prefill. Each weight errs on its own, so the whole is far better than each element.
+# Measurements at head dim 128 gave 2.0e-2 to 2.3e-2, and 2.4e-2 for FlashAttention 3; see docs/kernels/prefill.md.
 WHOLE_ERROR = 2.4e-2
 
 
 def round_keys_and_values(data: Batch) -> None:
-    """Give a batch in 16 bits the keys and values that a cache of e4m3 would hold."""
+    """Give a 16-bit batch the keys and values of an e4m3 cache."""
     for tensors in (data.k, data.v):
         tensors[:] = [values.to(E4M3).to(data.dtype) for values in tensors]
 
 
 def with_byte_cache(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem with keys and values in e4m3. What was NaN still is."""
+    """Return the problem with keys and values in e4m3. NaN stays NaN."""
     return replace(problem, key=problem.key.to(E4M3), value=problem.value.to(E4M3))
 
 
 class ByteBatch(Batch):
-    """A batch of values that e4m3 has, in 16 bits for the reference."""
+    """A batch of values that e4m3 can represent, in 16 bits for the reference."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,8 +64,11 @@ class ByteBatch(Batch):
         score: Score = reference.PLAIN,
         whole_error: float = WHOLE_ERROR,
     ) -> None:
-        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it, and
-        the whole output of each request is within ``whole_error`` of its norm."""
+        """Check every element, and the whole output of each request, against ``factor`` times attention.
+
+        The bound of an element follows from rounded weights and a rounded output. The whole output is within
+        ``whole_error`` of its norm.
+        """
         work_tile = torch.finfo(out.dtype).eps / 2
         begins = starts(self.q_lens)
         for (q, k, v, seen), begin in zip(self.requests(mask), begins, strict=False):
@@ -84,7 +87,7 @@ class ByteBatch(Batch):
 
 @dataclass
 class ByteMlaBatch(MlaBatch):
-    """Queries, keys and values have values that e4m3 holds; they are in 16 bits for the reference."""
+    """Queries, keys and values that e4m3 can represent, in 16 bits for the reference."""
 
     kv_dtype: torch.dtype | None = E4M3
 
@@ -97,7 +100,7 @@ class ByteMlaBatch(MlaBatch):
         return replace(problem, query=self.q.to(E4M3))
 
     def keep(self) -> ByteMlaBatch:
-        """Round keys that a test has changed; values follow."""
+        """Round keys that a test has changed, and update the values."""
         for k in self.k:
             k.copy_(k.to(E4M3))
         return self
@@ -107,7 +110,7 @@ class ByteMlaBatch(MlaBatch):
         return ByteExpected(*map(torch.cat, zip(*(part for part in parts if len(part[0])), strict=True)))
 
     def _expected(self, request: int, sinks: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, ...]:
-        """Fields of what is expected of a request."""
+        """Return the fields of a request's expected result."""
         begin, q_len = starts(self.q_lens)[request], self.q_lens[request]
         rows = [self._row(request, token, begin, sinks, scale) for token in range(q_len)]
         if rows:
@@ -117,7 +120,7 @@ class ByteMlaBatch(MlaBatch):
     def _row(
         self, request: int, token: int, begin: int, sinks: torch.Tensor | None, scale: float
     ) -> tuple[torch.Tensor, ...]:
-        """Fields of what is expected of a new token."""
+        """Return the fields of a new token's expected result."""
         q, keys = self.q[begin + token], self.seen_keys(request, token)
         values = keys[:, : self.v_head_dim]
         seen = torch.ones(1, len(keys), dtype=torch.bool, device=keys.device)
@@ -131,7 +134,7 @@ class ByteMlaBatch(MlaBatch):
         return out[0], modelled, lse[0], sizes[0], largest.expand(self.heads), logit_error
 
     def seen_keys(self, request: int, token: int) -> torch.Tensor:
-        """Return [keys, head_dim] that a new token of a request sees, in the order in which it lists them."""
+        """Return [keys, head_dim] that a new token of a request sees, in the order of its top-k indices."""
         latent = self.k[request][:, 0]
         if self.topk_lists is None:
             return latent[: max(self.kv_lens[request] - self.q_lens[request] + token + 1, 0)]
@@ -140,8 +143,7 @@ class ByteMlaBatch(MlaBatch):
 
 
 def largest_sum(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return [heads]: the most that what is summed up of a product of a query and a key can be on the way, before
-    scaling."""
+    """Return [heads]: an upper bound of partial sums in a product of a query and a key, before scaling."""
     if not len(keys):
         return q.new_zeros(len(q), dtype=torch.float64)
     blocks = zip(q.double().split(SUMMED_AT_ONCE, 1), keys.double().split(SUMMED_AT_ONCE, 1), strict=True)
@@ -157,9 +159,10 @@ def attention_by_tiles(
     weight_type: torch.dtype,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output [heads, columns] in bfloat16 by products in float32 with tiles of weights in ``weight_type``,
-    none of which exceeds 1: they are relative to the largest logit so far. Sums are of weights before they are
-    rounded."""
+    """Return the output [heads, columns] in bfloat16, by float32 products with tiles of weights in ``weight_type``.
+
+    Weights are relative to the largest logit so far, so none exceeds 1. Row sums add weights before rounding.
+    """
     logits = q.float() @ keys.float().T * scale
     largest = logits.new_full((len(q), 1), -torch.inf)
     total, out = torch.zeros_like(largest), logits.new_zeros(len(q), values.shape[1])
@@ -177,18 +180,21 @@ def attention_by_tiles(
 
 @dataclass
 class ByteExpected(Expected):
-    """``rounded`` is FlashMLA's arithmetic."""
+    """Expected results; ``rounded`` has FlashMLA's arithmetic."""
 
-    sizes: torch.Tensor  # attention to values without their signs
-    largest: torch.Tensor  # [tokens, heads]: of all columns the largest sum of such values
+    sizes: torch.Tensor  # attention to the absolute values
+    largest: torch.Tensor  # [tokens, heads]: the largest sum of absolute values over all columns
     logit_error: torch.Tensor  # [tokens, heads]
 
     def of_tokens(self, tokens: slice) -> ByteExpected:
         return ByteExpected(*(getattr(self, name)[tokens] for name in vars(self)))
 
     def check(self, out: torch.Tensor, factor: float = 1.0) -> None:
-        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it,
-        and all together are as close as FlashMLA's arithmetic comes."""
+        """Check that every element is within the error of rounded weights and a rounded output of ``factor`` times
+        attention.
+
+        The whole output is as close as FlashMLA's arithmetic.
+        """
         assert out.shape == self.out.shape
         exact, got = self.out * factor, out.double()
         assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"

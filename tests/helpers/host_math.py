@@ -1,4 +1,4 @@
-"""The DSL's arithmetic on the host: traced code then computes with Python's floats, in float64 and a lane at a time."""
+"""The DSL's arithmetic on the host: traced code computes with Python's floats, in float64, one lane at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def number(value: Any) -> float:
 def fmax(a: Any, b: Any, nan: bool = False, abs: bool = False) -> float:
     """Return the larger operand (PTX ISA, max.f32 and max.NaN.f32).
 
-    Of a NaN and a number it is the number, or with ``nan`` the NaN. With ``abs`` the larger size.
+    For a NaN and a number, the result is the number, or the NaN if ``nan`` is set. ``abs`` compares absolute values.
     """
     first, second = (math.fabs(number(x)) if abs else number(x) for x in (a, b))
     if math.isnan(first) or math.isnan(second):
@@ -31,7 +31,7 @@ def fmax(a: Any, b: Any, nan: bool = False, abs: bool = False) -> float:
 
 
 def fmin(a: Any, b: Any) -> float:
-    """The smaller one; of a NaN and a number it is the number."""
+    """Return the smaller operand; for a NaN and a number, the number."""
     return -fmax(-number(a), -number(b))
 
 
@@ -48,7 +48,7 @@ def reciprocal(value: Any) -> float:
 
 
 def add_packed(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[float, float]:
-    """Sums are in float32: that rounding makes integers is what some of them are for."""
+    """Add in float32, because some sums rely on its rounding to make integers."""
     return fma_packed(a, (1.0, 1.0), b)
 
 
@@ -58,8 +58,10 @@ def fma_packed(a: tuple[Any, Any], b: tuple[Any, Any], c: tuple[Any, Any]) -> tu
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *kinds: type | ModuleType) -> None:
-    """Run the code of ``kinds``, classes or modules, on the host. A row belongs to one lane, so reductions over its
-    lanes are done."""
+    """Run the code of ``kinds``, classes or modules, on the host.
+
+    A row belongs to one lane, so reductions over its lanes are already complete.
+    """
     for name, function in (("exp2", exp2), ("log2", log2)):
         monkeypatch.setattr(cute.math, name, function)
     for name in ("warp_reduction_max", "warp_reduction_sum"):
@@ -89,7 +91,7 @@ class Registers(list[Any]):
 
 
 class Fragment:
-    """Rows of a tile, all columns of which this lane holds, in the place of a RowFragment."""
+    """Rows of a tile with all columns in this lane; replaces a RowFragment."""
 
     lanes_per_row = 1
 

@@ -11,8 +11,11 @@ from hopwell.kernels.parts.combine.tree import FanInGroup, Tree
 
 
 class HostTree(Tree):
-    """A tree whose nodes are expressions. Lanes are threads, which do not see what others have just stored: each has
-    elements of its own in every node."""
+    """A tree whose nodes are expressions.
+
+    Lanes are threads. A lane does not see values that others have just stored; each lane has its own elements in every
+    node.
+    """
 
     state: Any = None
 
@@ -57,7 +60,7 @@ class HostNode:
 
 
 class SharedInts:
-    """Int32 in shared or global memory, from an address on."""
+    """Int32 in shared or global memory, from a base address."""
 
     def __init__(self, values: dict[int, int], address: int):
         self.values, self.address = values, address

@@ -1,4 +1,4 @@
-"""Attention problems made by hand, without memory: choosing a kernel takes shapes, strides and dtypes only."""
+"""Attention problems without memory: kernel selection needs only shapes, strides and dtypes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def cache(
 ) -> list[torch.Tensor]:
     """Return canonical views [pages, heads, page_size, dim] of K and V in a cache of ``form``.
 
-    A stacked cache holds K and V of one width in one tensor, so V is cut to its own width where that is smaller.
+    A stacked cache holds K and V of one width in one tensor, so a narrower V is a slice.
     """
     sizes = (heads, page_size) if "HND" in form else (page_size, heads)
     if form.startswith("stacked"):

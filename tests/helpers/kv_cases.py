@@ -1,4 +1,4 @@
-"""Sources of K and V of all shipped kernels, and what their device code needs to run on the host, a lane at a time."""
+"""KV sources of all shipped kernels, and support to run their device code on the host, one lane at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def geometry(page_size: int) -> Geometry:
 
 
 class Case(NamedTuple):
-    """A source of a shipped kernel with one of its operands. What has the same numbers has the same code."""
+    """A KV source of a shipped kernel with one of its operands. Cases with the same numbers have the same code."""
 
     kind: type[KvSource]
     tile_n: int
@@ -55,7 +55,10 @@ class Case(NamedTuple):
         return make(ADDRESSES, geometry(page_size), self.config)
 
     def source(self, first_key: int = 0, end_key: int = 1, page_size: int = 16, *, device: bool = False) -> Any:
-        """The source for a request whose keys of interest are [first_key, end_key). ``device``: in device integers."""
+        """Return the source for a request whose keys of interest are [first_key, end_key).
+
+        ``device`` selects device integers.
+        """
         integer: Callable[[int], Any] = Int32 if device else int
         request = SimpleNamespace(index=REQUEST, kv_len=integer(end_key), k_start=K_START, v_start=V_START)
         keys = SimpleNamespace(first_key=integer(first_key))
@@ -73,7 +76,7 @@ class Case(NamedTuple):
 def all_cases() -> list[Case]:
     found: dict[tuple[Any, ...], Case] = {}
     decode = (config for config in shipped_decode_configs() if config.kv_type is KvType.WIDE)
-    # Heads that share tiles have the same keys, and short steps are a size like others: two head dims stand for all.
+    # Packed heads share the same keys, and short steps are only another size, so two head dims stand for all.
     prefill = (
         config
         for config in shipped_configs()
@@ -107,7 +110,7 @@ def host(value: Any) -> int:
 
 
 class Table:
-    """Page ids of a request, which may only be read at entries that hold tokens of interest."""
+    """Page ids of a request; only entries with tokens of interest may be read."""
 
     def __init__(self, pages: int, valid: range):
         self.ids = [(7 * page + 3) % 64 for page in range(pages)]
@@ -119,7 +122,7 @@ class Table:
 
 
 class Warp:
-    """What a warp does to shared memory, in order: one lane at a time runs the whole code."""
+    """Records a warp's actions on shared memory, in order. One lane at a time runs the whole code."""
 
     def __init__(self) -> None:
         self.lane: Any = 0
@@ -133,7 +136,7 @@ class Warp:
 
     @property
     def order(self) -> list[str]:
-        """Return the names of the events, repeated ones once."""
+        """Names of the events, without repeats."""
         return [name for name, _ in itertools.groupby(event[0] for event in self.events)]
 
 
@@ -159,7 +162,7 @@ class Ring:
 
 
 def host_warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
-    """Run device code on the host: with Python's loops, integers and branches in the place of traced ones."""
+    """Run device code on the host, with Python's loops, integers and branches instead of traced ones."""
     warp = Warp()
     monkeypatch.setattr(cute.arch, "lane_idx", lambda: warp.lane)
     monkeypatch.setattr(cute.arch, "shuffle_sync", lambda of_lanes, lane: of_lanes[lane])
@@ -193,5 +196,5 @@ def put_table(monkeypatch: pytest.MonkeyPatch, page_size: int, first: int, end: 
 
 
 def one_for_each(kind: type[KvSource]) -> list[Case]:
-    """Cases that differ in what decides where tokens are: columns do not."""
+    """Return one case for each placement of tokens; the number of columns does not affect the placement."""
     return list({(case.tile_n, case.box_rows): case for case in CASES if issubclass(case.kind, kind)}.values())

@@ -1,4 +1,4 @@
-"""A warp on the host: device code run by 32 threads that meet where lanes exchange values."""
+"""A warp on the host: 32 threads run device code and meet at exchanges between lanes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def host(value: Any) -> int:
 
 
 def device_tuple(kind: Any, **values: Any) -> Any:
-    """Addresses or a geometry of ``kind`` as kernels have them, with these values and zeros in all other fields."""
+    """Return addresses or a geometry of ``kind`` with these values, and zeros in all other fields."""
     return kind(**{name: Int64(values.get(name, 0)) for name in kind._fields})
 
 
@@ -29,7 +29,7 @@ class Lanes:
     """The lanes of a warp as threads."""
 
     def __init__(self) -> None:
-        self.own = threading.local()  # what a lane has for itself
+        self.own = threading.local()  # a lane's own values
         self._values: list[Any] = [None] * LANES
         self._meet = threading.Barrier(LANES, timeout=60)
 
@@ -61,14 +61,17 @@ class Lanes:
             thread.start()
         for thread in threads:
             thread.join()
-        # A lane that fails takes the others along; its own error says why.
+        # A failing lane ends the others too; its own error gives the reason.
         for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
 
 
 class SchedulingWarp(Lanes):
-    """A warp that schedules, its way through ``tickets``, and what it does, in order: ("posted", tile), ("end",),
-    ("ticket",), and ("room", step) where it waits for room, which there always is."""
+    """A scheduling warp that draws ``tickets`` and records its actions in order.
+
+    The actions are ("posted", tile), ("end",), ("ticket",), and ("room", step) for a wait for room, which is always
+    available.
+    """
 
     def __init__(self, tickets: Iterable[int]) -> None:
         super().__init__()
@@ -84,12 +87,12 @@ class SchedulingWarp(Lanes):
         return self
 
     def note(self, *event: Any) -> None:
-        """One lane notes it for all."""
+        """Record an action once for all lanes."""
         if self.own.lane == 0:
             self.events.append(event)
 
     def use(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-        """Let device code, and the helpers that ``module`` imports, find this warp."""
+        """Let device code, and the helpers that ``module`` imports, use this warp."""
 
         def below(value: Any, offset: int, mask_and_clamp: int) -> Any:
             values, lane = self.exchange(value), self.own.lane

@@ -18,14 +18,14 @@ from hopwell.emulator.host.compile import compile_function
 from hopwell.kernels.support import target_of
 
 THREADS = 128
-NAPS, NAP_NS = 100, 10_000  # 1 ms: much longer than a launch, and than a small kernel behind it
+NAPS, NAP_NS = 100, 10_000  # 1 ms: much longer than a launch and a small kernel after it
 
 
 class Copy:
     """One CTA copies ``source`` to ``target``, both of 32-bit words.
 
-    ``late``: first lets the grid behind it start, and sleeps. Otherwise: starts as early as the grid in front lets it,
-    and does not wait for its end, which is what a kernel must not do.
+    With ``late``, it first lets the next grid start, and sleeps. Otherwise it starts as early as the previous grid
+    allows, and does not wait for that grid's end, which is an error in a real kernel.
     """
 
     def __init__(self, late: bool):

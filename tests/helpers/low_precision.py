@@ -1,8 +1,8 @@
-"""Batches in e4m3 and NVFP4 for any entry: what is stored, what it means in float64, and what must come out.
+"""Batches in e4m3 and NVFP4 for any entry: stored data, its meaning in float64, and expected results.
 
-``q``, ``k`` and ``v`` of a batch are what the stored numbers mean without the scales of whole tensors; these go into
-the call as ``bmm1_scale`` and ``bmm2_scale``. Everything that must not be read is NaN, block scales among it. 4-bit
-codes have no NaN; theirs are all ones.
+``q``, ``k`` and ``v`` of a batch are the values of the stored numbers without tensor scales. A call receives these
+scales as ``bmm1_scale`` and ``bmm2_scale``. All data that must not be read is NaN, block scales included. 4-bit codes
+cannot represent NaN, so these codes are all ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NVFP4 = torch.uint8  # as the entries call it
 LN_2 = math.log(2.0)
 SIGNED_ZERO = 0x80  # of e4m3
 POISONED_CODES = 0xFF  # -6 and -6
-P_SCALE = 256.0  # what makes weights of at most 1 use the range of e4m3
+P_SCALE = 256.0  # scale that lets weights of at most 1 use the range of e4m3
 
 
 @dataclass
 class LowPrecisionBatch(Batch):
-    """A batch whose queries are ``q_dtype``, and whose keys and values ``kv_dtype``, with scales of whole tensors."""
+    """A batch with ``q_dtype`` queries and ``kv_dtype`` keys and values, with scales of whole tensors."""
 
     q_dtype: torch.dtype = E4M3
     kv_dtype: torch.dtype = E4M3
@@ -49,7 +49,7 @@ class LowPrecisionBatch(Batch):
         self.store(self.k, self.v)
 
     def store(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
-        """Take these keys and values, rounded to what the cache can hold."""
+        """Store these keys and values, rounded to the cache's type."""
         self.stored_k, self.stored_v = ([self._rounded(one) for one in part] for part in (k, v))
         self.k, self.v = ([meaning(one) for one in part] for part in (self.stored_k, self.stored_v))
 
@@ -60,7 +60,7 @@ class LowPrecisionBatch(Batch):
 
     @property
     def scale(self) -> float:
-        """Softmax scale of what is stored, scales of whole tensors left out."""
+        """Softmax scale of the stored numbers, without scales of whole tensors."""
         return self.softmax_scale or super().scale
 
     @property
@@ -77,7 +77,9 @@ class LowPrecisionBatch(Batch):
 
     # -- memory
     def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
-        """K and V pages [pages, kv_heads, page_size, stored dim] and the table [batch, width] that ends in -1."""
+        """Return K and V pages [pages, kv_heads, page_size, stored dim], and the table [batch, width]
+        that ends in -1.
+        """
         counts, ids, table = self._table(page_size, order, spare)
         places = (page_size, counts, ids)
         return self._stored_pool(self.stored_k, *places), self._stored_pool(self.stored_v, *places), table
@@ -85,8 +87,10 @@ class LowPrecisionBatch(Batch):
     def block_scales(
         self, page_size: int, v_scale_layout: str, *, order: int = 0, spare: int = 3
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block scales of NVFP4 pages of the same order, [pages, kv_heads, page_size, dim / 16]; V's
-        "linear" for XQA, "interleaved" for the context entry."""
+        """Return the block scales of NVFP4 pages in the same order, [pages, kv_heads, page_size, dim / 16].
+
+        V's scales are "linear" for XQA and "interleaved" for the context entry.
+        """
         counts, ids, _ = self._table(page_size, order, spare)
         nan = torch.tensor(math.nan).to(E4M3).view(torch.uint8).item()
         key, value = (
@@ -99,7 +103,8 @@ class LowPrecisionBatch(Batch):
 
     def ragged(self, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         """Return K and V [tokens, kv_heads, dim] of ``kv_dtype`` with ``gap`` NaN tokens before each request, and the
-        starts."""
+        starts.
+        """
         begins = [begin + gap * (i + 1) for i, begin in enumerate(starts(self.kv_lens))]
         dense = []
         for part in (self.stored_k, self.stored_v):
@@ -123,7 +128,7 @@ class LowPrecisionBatch(Batch):
         nan = octets(torch.tensor([math.nan]).to(self.kv_dtype)).tolist()
         return pooled(part, *places, nan[-1]) if len(nan) == 1 else super()._pool(list(part), *places)
 
-    # -- what must come out
+    # -- expected results
     def expected_low(
         self,
         mask: Mask = CAUSAL,
@@ -131,8 +136,10 @@ class LowPrecisionBatch(Batch):
         sinks: torch.Tensor | None = None,
         score: Score = reference.PLAIN,
     ) -> ExpectedLow:
-        """Attention of what is stored, all scales included. Weights of e4m3 products are e4m3 themselves, others have
-        16 bits."""
+        """Return attention over the stored values with all scales.
+
+        Weights of e4m3 products are e4m3; other weights have 16 bits.
+        """
         exact, rounded, lse = [], [], []
         for q, k, v, seen in self.requests(mask):
             arguments = (q, k, v, self.bmm1_scale, seen, sinks)
@@ -146,7 +153,9 @@ class LowPrecisionBatch(Batch):
     def _with_rounded_weights(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sinks: Any, score: Score
     ) -> torch.Tensor:
-        """[q_len, heads, v_head_dim] with weights, relative to the largest, rounded as the tensor cores take them."""
+        """Return [q_len, heads, v_head_dim] with weights, relative to the largest, rounded to the tensor cores' input
+        type.
+        """
         logits = reference.logits(q, k, self.bmm1_scale, score).masked_fill(~seen, -math.inf)
         if sinks is not None:
             sink = sinks.double()[:, None, None].expand(-1, logits.shape[1], 1)
@@ -167,15 +176,15 @@ class LowPrecisionBatch(Batch):
 
 @dataclass
 class ExpectedLow(Expected):
-    """``rounded`` is attention with rounded weights."""
+    """Expected results; ``rounded`` is attention with rounded weights."""
 
     def error(self, out: torch.Tensor) -> float:
-        """Compute the relative error of a whole output, 0 where it is exact."""
+        """Return the relative error of a whole output, 0 if exact."""
         error = (out.double() - self.out).norm()
         return float(error / self.out.norm()) if error else 0.0
 
     def check(self, out: torch.Tensor, most: float = math.inf) -> None:
-        """``out`` is no further away than twice what rounding of weights and of the output cost, and than ``most``."""
+        """Check that ``out`` is within twice the rounding error of weights and output, and within ``most``."""
         assert out.shape == self.out.shape
         got = out.double()
         assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"
@@ -191,12 +200,15 @@ class ExpectedLow(Expected):
         assert (got[self.out.abs().amax(2) == 0] == 0).all(), "a row without visible keys is not zero"
 
 
-ORDER_ERROR = 2e-3  # of a whole 16-bit output: what another order of sums changes, when some are rounded the other way
+ORDER_ERROR = 2e-3  # of a whole 16-bit output: the effect of another order of sums on rounding
 
 
 def check_bits_of_16_bits(out: torch.Tensor, wide: torch.Tensor, qk_columns: int, kv_type: KvType) -> None:
-    """``out`` is what the same keys and values, the former of so many columns, give in 16 bits: to the bit where
-    products have columns in the same order, which those of sm_120 have not where each warp dequantizes for itself."""
+    """Check ``out`` against the 16-bit result of the same keys and values; keys have ``qk_columns`` columns.
+
+    The bits are equal if products have columns in the same order. Kernels of sm_120 in which each warp dequantizes for
+    itself have another order.
+    """
     arch = support.arch_of(out.device)
     if arch in support.HOPPER or dequantizes_by_warpgroup((qk_columns, out.shape[-1]), kv_type):
         assert torch.equal(out, wide)
@@ -204,12 +216,15 @@ def check_bits_of_16_bits(out: torch.Tensor, wide: torch.Tensor, qk_columns: int
         assert (out.double() - wide.double()).norm() <= ORDER_ERROR * wide.double().norm()
 
 
-FLOAT_ERROR = 2.0**-21  # of a number that is multiplied by a row's factors in another order
+FLOAT_ERROR = 2.0**-21  # of a number multiplied by a row's factors in another order
 
 
 def check_nvfp4_output(out: FP4Tensor, half: torch.Tensor, o_sf_scale: float) -> None:
-    """``out`` has the scales and codes that the quantizer gives of ``half``, the same output in float16. Where the half
-    unit that rounding to it took crosses an edge between two of them, either is right."""
+    """Check that ``out`` has the quantizer's scales and codes for ``half``, the same output in float16.
+
+    Rounding to float16 moves a value by up to half a unit. If this crosses an edge between two scales or codes, either
+    is correct.
+    """
     x = half.float()
     work_tile = torch.exp2(torch.frexp(x).exponent.clamp(min=-13) - 11.0)  # in the last place of float16
     off = work_tile / 2 + FLOAT_ERROR * x.abs()
@@ -237,23 +252,25 @@ def _check_between(got: torch.Tensor, least: torch.Tensor, most: torch.Tensor, w
 
 
 def meaning(stored: layouts.NVFP4Blocks | torch.Tensor) -> torch.Tensor:
-    """Stored numbers in float64; nothing is rounded."""
+    """Return stored numbers in float64, without rounding."""
     if isinstance(stored, torch.Tensor):
         return stored.double()
-    # A code and its scale factor have six significant bits together, which float32 holds.
+    # A code and its scale factor have six significant bits together, so float32 is exact.
     return layouts.dequantize_nvfp4(stored.data, stored.scales).double()
 
 
 def octets(values: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor whose last dimension has no gaps."""
+    """Return the bytes of a tensor whose last dimension is contiguous."""
     return values.view(torch.uint8)
 
 
 def pooled(
     tokens: Sequence[torch.Tensor], page_size: int, counts: Sequence[int], ids: torch.Tensor, poison: int
 ) -> torch.Tensor:
-    """8-bit tokens [kv_len, kv_heads, width] of each request in pages [pages, kv_heads, page_size, width], the rest
-    of which is the byte ``poison``."""
+    """Return 8-bit tokens [kv_len, kv_heads, width] of each request in pages [pages, kv_heads, page_size, width].
+
+    All other bytes are ``poison``.
+    """
     first = tokens[0]
     shape = (ids.numel(), page_size, *first.shape[1:])
     pool = torch.full(shape, poison, dtype=torch.uint8, device=first.device)
@@ -266,8 +283,10 @@ def pooled(
 
 # -- difficult rows
 def with_scores(batch: LowPrecisionBatch, scores: Sequence[torch.Tensor]) -> LowPrecisionBatch:
-    """The batch with logits to base 2 that are ``scores`` [kv_len] of each request for all of its rows, as near as the
-    cache can hold them; values stay. Integers up to 16 are exact in e4m3."""
+    """Return the batch with base-2 logits ``scores`` [kv_len] of each request in all of its rows.
+
+    Logits are rounded to the cache's type; integers up to 16 are exact in e4m3. Values stay unchanged.
+    """
     batch.softmax_scale = LN_2 / (batch.q_scale * batch.k_scale)
     q = torch.zeros(batch.q.shape, device=batch.device)
     q[..., 0] = 1.0
@@ -281,23 +300,29 @@ def with_scores(batch: LowPrecisionBatch, scores: Sequence[torch.Tensor]) -> Low
 
 
 def light_weights(kv_len: int, gap: int = 12, at: int = 0) -> torch.Tensor:
-    """Scores of one key that is 2^gap times as heavy as any other. With 2^gap others they have half of the weight
-    together, all of which is lost where 2^-gap rounds to 0: e4m3 begins at 2^-9."""
+    """Return scores with one key 2^gap times as heavy as any other.
+
+    2^gap other keys together have half of the weight. All of it is lost if 2^-gap rounds to 0: e4m3 begins at 2^-9.
+    """
     scores = torch.zeros(kv_len)
     scores[at] = gap
     return scores
 
 
 def rising(kv_len: int, tile: int, rise: float, *, to_the_left: bool) -> torch.Tensor:
-    """Return scores that rise by ``rise`` from each tile of ``tile`` keys to the next, from 0. Where the running
-    maximum lags behind by as much, weights exceed 1 by 2^rise."""
+    """Return scores that rise by ``rise`` from each tile of ``tile`` keys to the next, from 0.
+
+    Weights exceed 1 by a factor of 2^rise if the reference is stale by ``rise``.
+    """
     steps = torch.arange(kv_len) // tile
     return rise * (steps.max() - steps if to_the_left else steps).float()
 
 
 def at_tile_edges(batch: LowPrecisionBatch, tile: int, query: float = 16.0, key: float = -7.0) -> LowPrecisionBatch:
-    """Return the batch with all of Q ``query``, and all of the first and of the last key of each tile ``key``: logits
-    far below those of other keys, and the only ones of rows that see nothing else."""
+    """Return the batch with Q filled with ``query``, and the first and last key of each tile filled with ``key``.
+
+    Their logits are far below the logits of other keys, and are the only ones of rows that see no other key.
+    """
     batch.q = torch.full(batch.q.shape, query, device=batch.device).to(batch.q_dtype)
     keys = []
     for k in batch.k:

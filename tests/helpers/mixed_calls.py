@@ -1,4 +1,4 @@
-"""Calls of all entries over all kinds of caches, for threads to make at once."""
+"""Calls of all entries over all kinds of caches, for concurrent threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_of_bytes(device: str) -> Call:
 
 
 def mixed_calls(device: str) -> list[Call]:
-    """Each takes a workspace of its own."""
+    """Return calls that each take a workspace of their own."""
     return [
         prefill(Batch([3, 40], [40, 90], heads=2, kv_heads=1, device=device), torch.bfloat16),
         prefill(Batch([9], [150], heads=2, kv_heads=1, device=device, seed=1), torch.bfloat16),
@@ -52,5 +52,5 @@ def mixed_calls(device: str) -> list[Call]:
 
 
 def bits(result: torch.Tensor) -> torch.Tensor:
-    """Return a result to compare, also where it is NaN."""
+    """Return a result in a form that compares NaN as equal."""
     return result.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Batches for latent attention: all heads share one row of each token, and a list may say which tokens count."""
+"""Batches for MLA: all heads share one row of each token, and top-k indices may select tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from hopwell.layouts.mla_rows import LATENT
 from hopwell.mla import mla_workspace_bytes
 
 Latent = TypeVar("Latent", bound="MlaBatch")
-NAN_BYTE = 0xFF  # in each of the types of a row of 656 bytes
+NAN_BYTE = 0xFF  # NaN in each of the types of a row of 656 bytes
 
 
 @dataclass
 class MlaBatch(DecodeBatch):
-    """The first ``v_head_dim`` columns of a key are its value.
+    """A batch; the first ``v_head_dim`` columns of a key are its value.
 
-    ``lists`` are [q_len, top_k] of each request: tokens of it that a new token attends to, negative for none. None for
-    dense attention.
+    ``lists`` are the top-k indices [q_len, top_k] of each request, negative for no token. None means dense attention.
     """
 
     heads: int = 16
@@ -50,7 +49,7 @@ class MlaBatch(DecodeBatch):
 
     @property
     def scale(self) -> float:
-        """Return DeepSeek's scale: that of the heads before absorption, 128 + 64 columns wide."""
+        """DeepSeek's scale, for heads before absorption, 128 + 64 columns wide."""
         return 192**-0.5
 
     def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
@@ -67,7 +66,7 @@ class MlaBatch(DecodeBatch):
         return replace(problem, page_table=None, token_table=tokens, max_kv_len=top_k, scratch=scratch)
 
     def token_table(self, key: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Return int32 [tokens, top_k]: where in the pool the listed tokens are. Those that do not count are NaN."""
+        """Return int32 [tokens, top_k]: pool slots of the top-k tokens. Entries that do not count point to NaN."""
         page_size = key.shape[2]
         unused = torch.isin(torch.arange(key.shape[0], device=table.device), table).logical_not().nonzero()[0]
         rows = []
@@ -79,18 +78,20 @@ class MlaBatch(DecodeBatch):
         return torch.cat(rows).to(torch.int32)
 
     def counted(self, request: int) -> torch.Tensor:
-        """Return [q_len, top_k]: which entries of a list count. There are no more of them than keys that a new token
-        sees."""
+        """Return [q_len, top_k]: whether an entry of the top-k indices counts.
+
+        A new token counts no more entries than it sees keys.
+        """
         (q_len, top_k), kv_len = self.topk_lists[request].shape, self.kv_lens[request]
         sees = torch.arange(q_len, device=self.device) + kv_len - q_len + 1
         return torch.arange(top_k, device=self.device) < sees[:, None]
 
     def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Allocate memory for partial results, full of NaN."""
+        """Allocate memory for partials, full of NaN."""
         return self.workspace(capacity).view(torch.float32)
 
     def workspace(self, capacity: int) -> torch.Tensor:
-        """Allocate a workspace as callers hand it over: whatever is read from there is NaN."""
+        """Allocate a caller's workspace, full of NaN."""
         size = mla_workspace_bytes(self.heads, capacity, max(self.q_lens, default=1), self.v_head_dim, self.device)
         return torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)
 
@@ -101,8 +102,10 @@ class MlaBatch(DecodeBatch):
         return Expected(*map(torch.cat, zip(*parts, strict=True)))
 
     def _expected_of_lists(self, request: int, sinks: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return output, rounded output and LSE of a request. Each of its tokens has keys of its own, for all heads: it
-        is what a KV head is elsewhere."""
+        """Return output, rounded output and LSE of a request with top-k indices.
+
+        Each token has its own keys for all heads, so it plays the part of a KV head elsewhere.
+        """
         begin, q_len = starts(self.q_lens)[request], self.q_lens[request]
         topk = self.topk_lists[request].to(self.device)
         latent = self.k[request][:, 0]
@@ -125,7 +128,7 @@ class MlaBatch(DecodeBatch):
 
 @dataclass
 class PackedBatch(MlaBatch):
-    """Keys have the values that rows of 656 bytes give, which are what the cache has."""
+    """A batch with the values of rows of 656 bytes, the cache's format."""
 
     power_of_two: bool = False
 
@@ -149,7 +152,7 @@ class PackedBatch(MlaBatch):
         return pool.unsqueeze(1)
 
     def over_bytes(self, problem: AttentionProblem) -> AttentionProblem:
-        """Return a problem of this batch, over the cache of bytes."""
+        """Return a problem of this batch over the 656-byte cache."""
         key, value = mla_kv_views(self.packed(problem.key.shape[2]), self.v_head_dim)
         return replace(problem, key=key, value=value)
 
@@ -160,15 +163,15 @@ def listing(kind: str, q_len: int, kv_len: int, top_k: int, seed: int = 0) -> to
     nothing = torch.full((q_len, top_k), -1)
     if kind == "none" or kv_len == 0:
         return nothing
-    if kind == "any":  # some of them twice, and gaps
+    if kind == "any":  # some tokens twice, and gaps
         tokens = torch.randint(kv_len, (q_len, top_k), generator=generator)
         return torch.where(torch.rand(q_len, top_k, generator=generator) < 0.2, -1, tokens)
-    if kind == "one":  # last of all, where a list is that long
+    if kind == "one":  # the last entry, if a list is that long
         nothing[:, min(kv_len, top_k) - 1] = kv_len - 1
         return nothing
     if kind == "twice":
         return (torch.randint(kv_len, (q_len, 1), generator=generator) // 2).expand(-1, top_k).contiguous()
-    # A model chooses each token once, and -1 stands behind the last.
+    # A model chooses each token once, and -1 follows the last.
     chosen = torch.rand(q_len, kv_len, generator=generator).argsort(1)[:, :top_k]
     nothing[:, : chosen.shape[1]] = chosen
     return nothing
@@ -177,7 +180,9 @@ def listing(kind: str, q_len: int, kv_len: int, top_k: int, seed: int = 0) -> to
 def with_lists(
     kind: type[Latent], q_lens: Sequence[int], kv_lens: Sequence[int], top_k: int, topk: str = "any", **options: Any
 ) -> Latent:
-    """Return a batch of some kind. With a ``top_k`` its requests have lists of so many tokens, else all count."""
+    """Return a batch of some kind. With a ``top_k``, its requests have this number of indices; otherwise attention is
+    dense.
+    """
     requests = enumerate(zip(q_lens, kv_lens, strict=True))
     topk_lists = [listing(topk, *sizes, top_k, seed) for seed, sizes in requests] if top_k else None
     return kind(q_lens, kv_lens, topk_lists=topk_lists, **options)

@@ -1,4 +1,4 @@
-"""A batch through the latent attention kernel that serves it, against float64: on the GPU and on the emulator."""
+"""Runs a batch through the MLA kernel that serves it, against float64: on the GPU and in the emulator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hopwell.kernels.problem import LogSumExp, LseLayout
 ARCH = "sm_90a"
 DIMS = ((576, 512), (320, 256))  # columns of keys, and of values
 SPARSE_DIMS = (*DIMS, (512, 512))
-OUTPUT_SCALE = -2.0  # a power of two: the output of a single key stays exact
+OUTPUT_SCALE = -2.0  # a power of two, so the output of a single key stays exact
 # Batches of queries and keys of these types.
 KINDS: dict[tuple[str, KvType], type[MlaBatch]] = {
     ("bf16", KvType.WIDE): MlaBatch,
@@ -30,11 +30,12 @@ KINDS: dict[tuple[str, KvType], type[MlaBatch]] = {
     ("e4m3", KvType.WIDE): ByteMlaBatch,
 }
 LISTINGS = ("distinct", "any", "one", "twice", "none")
-# Heads: with up to three new tokens, FEW are few rows, and MANY are many. For each, pages and lists have a kernel.
+# Heads: with up to three new tokens, FEW gives few rows and MANY gives many. Each has a kernel for pages and one for
+# top-k.
 FEW, MANY = 5, 40
-TOP_K = 68  # entries of short lists, which fill no tile
+TOP_K = 68  # top-k that fills no tile
 BOTH_ROWS = pytest.mark.parametrize("heads", [FEW, MANY], ids=["rows16", "rows64"])
-# Entries of lists that are negative.
+# Places of negative top-k entries.
 GAPS = {
     "none": slice(0, 0),
     "first": slice(0, 1),
@@ -52,7 +53,7 @@ GAPS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Requests and options. With a ``top_k`` attention is sparse, and ``listing`` says what rows list."""
+    """Requests and options. With a ``top_k``, attention is sparse, and ``listing`` selects the kind of indices."""
 
     q_lens: Sequence[int]
     kv_lens: Sequence[int]
@@ -69,18 +70,21 @@ class Case:
 
 
 def chunk_tokens(dims: tuple[int, int], sparse: bool = False) -> int:
-    """Count the keys of a unit of work."""
+    """Return the keys of a unit of work."""
     found = (c for c in shipped_mla_configs(ARCH) if (c.head_dim_qk, c.head_dim_v) == dims and c.sparse == sparse)
     return next(found).chunk_tokens
 
 
 def heads_of(config: MlaConfig, q_len: int) -> int:
-    """Heads with which a kernel serves up to ``q_len`` new tokens, as many as it takes in one tile, or one fewer."""
+    """Return the heads that fill one tile of a kernel with ``q_len`` new tokens, or one fewer."""
     return (config.rows - 1) // (1 if config.sparse else q_len)
 
 
 def check_column_sizes(largest: float, device: str = "cuda", q_len: int = 1, heads: int = 2) -> None:
-    """Partials hold columns of very different sizes, up to ``largest``: of uniform attention each is its mean."""
+    """Check partials with columns of very different sizes, up to ``largest``.
+
+    With uniform attention, each column is its mean.
+    """
     chunk = chunk_tokens(DIMS[0])
     data = MlaBatch([q_len] * 2, [3 * chunk + 5, chunk + 1], heads=heads, device=device)
     data.q.zero_()
@@ -94,8 +98,11 @@ def check_column_sizes(largest: float, device: str = "cuda", q_len: int = 1, hea
 
 
 def check_rising_logits(heads: int, keys: int, dims: tuple[int, int] = DIMS[0], device: str = "cuda") -> None:
-    """The largest logit moves in every step of the second request, by little more than what leaves the output as it is,
-    and values become smaller towards its end: what is not rescaled is seen."""
+    """Check logits whose maximum rises in every step of the second request, by little more than the lazy-rescale
+    threshold.
+
+    Values become smaller towards its end, so a missing rescale is visible.
+    """
     data = MlaBatch([1, 3], [keys, keys], heads=heads, head_dim=dims[0], v_head_dim=dims[1], device=device)
     data.q.zero_()
     data.q[..., -1] = 1.0
@@ -108,9 +115,11 @@ def check_rising_logits(heads: int, keys: int, dims: tuple[int, int] = DIMS[0], 
 
 
 def check_counts(data: MlaBatch, page_size: int = 64) -> None:
-    """With equal weights for all keys that are visible the output counts them: one too many or too few changes an
-    element by far more than rounding, which random values would hide. What is not there may be a row of zeros: its
-    logit would be so much larger than those of keys that it would have all the weight. ``data`` gets these values."""
+    """Check that the output counts the visible keys, which all have equal weights. ``data`` gets these values.
+
+    One key too many or too few changes an element far more than rounding; random values would hide it. Absent keys may
+    be zero rows, whose logits would be so large that they had all the weight.
+    """
     data.q.fill_(-256.0)
     for k in data.k:
         token = torch.arange(k.shape[0], device=k.device)
@@ -129,7 +138,7 @@ def check_gaps(
     device: str = "cuda",
     kind: type[MlaBatch] = MlaBatch,
 ) -> None:
-    """Lists of two requests, one of which has fewer keys than a list entries, with negative ones at some place."""
+    """Check two requests with negative entries at ``place``; one request has fewer keys than top-k entries."""
     kv_lens = [3 * top_k, top_k - 3]
     topk_lists = [listing("distinct", 2, kv_len, top_k, seed) for seed, kv_len in enumerate(kv_lens)]
     for topk, negative in zip(topk_lists, (-1, -(2**31)), strict=True):
@@ -140,13 +149,13 @@ def check_gaps(
 
 
 def check_one_gap_anywhere(top_k: int, heads: int, device: str = "cuda") -> None:
-    """There are as many new tokens as a list has entries, and in each list another one is negative."""
+    """Check one negative entry at every position: the number of new tokens is the top-k, and each has another gap."""
     topk = listing("distinct", top_k, 3 * top_k, top_k).fill_diagonal_(-1)
     check_counts(MlaBatch([top_k], [3 * top_k], heads, device=device, topk_lists=[topk]))
 
 
 def lengths(chunk: int, page: int) -> list[int]:
-    """Return lengths around the sizes that kernels work in, and long enough for many partials."""
+    """Return lengths around the sizes of the kernels' units, and lengths that give many partials."""
     tiles = [63, 64, 65, 127, 128, 129]
     return [0, 1, page, page + 1, *tiles, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, 17 * chunk, 40 * chunk + 9]
 
@@ -174,9 +183,9 @@ def check_case(
     settings: Sequence[Setting] = PLAIN,
     config: MlaConfig | None = None,
 ) -> None:
-    """Output and log-sum-exp of every request match; every launch gives the same bits and leaves its counters zero.
+    """Check output and log-sum-exp of every request; every launch gives the same bits and leaves its counters zero.
 
-    With a ``config`` it is the one that serves the case.
+    With a ``config``, check that it serves the case.
     """
     data = batch_of(case, device)
     sinks = torch.linspace(-1.0, 2.0, data.heads, device=device) if case.sinks else None

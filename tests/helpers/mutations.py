@@ -1,4 +1,4 @@
-"""Changes of one argument of a call between two calls: memory, metadata, kind, type and value."""
+"""Changes of one argument between two calls: memory, metadata, kind, type and value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRITTEN = ("out", "lse", "workspace_buffer", "paged_kv_cache", "kv_cache_sf")
 
 
 class Logged(torch.Tensor):
-    """A tensor that answers in its own way."""
+    """A tensor subclass with a dispatch of its own."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,7 +35,7 @@ class Index:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Count the bytes from the first element to the end of the last."""
+    """Return the bytes from the first element to the end of the last."""
     return (
         0
         if tensor.numel() == 0
@@ -83,7 +83,7 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "further-in-storage": lambda t: at(torch.zeros(512 + bytes_of(t), dtype=torch.uint8), 256, t),
     "resized-to-nothing": lambda t: resized(t, 0),
     "resized-to-half": lambda t: resized(t, bytes_of(t) // 2),
-    # No other tensor has a storage of this size: one of the same size and address would be known, see host.md.
+    # No other tensor has a storage of this size. A tensor of the same size and address would be known, see host.md.
     "resized-further-in": lambda t: resized(t, bytes_of(t) + 36, start=256),
     "resized-within-bounds": lambda t: resized(t, bytes_of(t) + 64),
     "requires-grad": lambda t: t.clone().requires_grad_(),
@@ -146,7 +146,7 @@ def replaced(arguments: dict[str, Any], path: Path, value: Any) -> dict[str, Any
 
 
 def overlaps(arguments: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield arguments of which one that is written shares memory with another one."""
+    """Yield arguments in which a written tensor shares memory with another argument."""
     tensors = [
         (path, value)
         for name, argument in arguments.items()
@@ -156,7 +156,7 @@ def overlaps(arguments: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for (path, one), (other_path, other) in itertools.permutations(tensors, 2):
         if path[0] not in WRITTEN and other_path[0] not in WRITTEN:
             continue
-        # ``other`` starts in the last 16 bytes of ``one``, and is behind it.
+        # ``other`` starts in the last 16 bytes of ``one``, and follows it.
         start = bytes_of(one) + -bytes_of(one) % 16
         for name, at_byte in (("over the end of", start - 16), ("behind", start)):
             space = torch.zeros(at_byte + max(bytes_of(other), 16), dtype=torch.uint8)
@@ -167,7 +167,7 @@ def overlaps(arguments: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def mutations(arguments: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield changed arguments with the name of the change. Changes that torch cannot make are left out."""
+    """Yield changed arguments with the name of the change, except changes that torch cannot make."""
     for name, argument in arguments.items():
         for path, value in leaves(argument, (name,)):
             table = TENSORS if isinstance(value, torch.Tensor) else PAIRS if isinstance(value, tuple) else PLAIN

@@ -1,4 +1,4 @@
-"""What the outputs of examples are held against."""
+"""Oracles for the outputs of examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_attention(
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
 ) -> None:
-    """``out`` is the causal attention of the queries over a stacked HND cache."""
+    """Check that ``out`` is the causal attention of the queries over a stacked HND cache."""
     begin = 0
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         pages = block_tables[request, : math.ceil(kv_len / kv_cache.shape[3])].long()
@@ -31,9 +31,10 @@ def check_attention(
 
 
 def check_generation(model: Any, prompts: Sequence[bytes], logits: Sequence[Any], tokens: Sequence[Any]) -> None:
-    """Logits are as good as with torch's attention in bf16, and tokens those of float32 unless bf16 cannot tell.
+    """Check that logits are as good as with torch's attention in bf16, and that tokens are float32's choices.
 
-    torch gets each request's prompt and the tokens that were chosen for it at a time.
+    Tokens may differ if bf16 cannot distinguish them. torch gets each request's prompt and its chosen tokens, one
+    request at a time.
     """
     model.set_attn_implementation("sdpa")
     prompt_logits = logits[0].split([len(prompt) for prompt in prompts])
@@ -55,7 +56,7 @@ def check_generation(model: Any, prompts: Sequence[bytes], logits: Sequence[Any]
             noise = their_error.norm()
             assert our_error.norm() < 1.2 * noise, "further from float32 than torch's attention in bf16"
             assert (our_error - their_error).norm() < 1.5 * noise
-        # The noise of a logit; two of them that are further apart than this keep their order.
+        # The noise of a logit; two logits that are further apart keep their order.
         margin = 8 * (theirs[i] - exact[i]).square().mean().sqrt()
         best, second = exact[i][len(prompt) - 1 :].topk(2).values.unbind(1)
         clear = best - second > margin

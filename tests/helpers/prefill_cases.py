@@ -1,4 +1,4 @@
-"""Cases of prefill by the types of operands. The emulated ones are few, as a step takes up to a second."""
+"""Cases of prefill by operand types. The emulated cases are few, because a step takes up to a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hopwell.kernels.problem import Score, ScoreKind
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
-# (head dims, page size, mask): boxes of every size and rows, Q kept in registers and read anew, one warpgroup and two.
+# (head dims, page size, mask): boxes of every size and rows, Q kept in registers or read again, one warpgroup and two.
 SM120_CASES = [
     ((128, 128), None, CAUSAL, {}),
     ((128, 128), 16, window(70), {}),
@@ -50,7 +50,7 @@ BYTE_CACHE_CASES = [
     ((80, 80), 16, chunked(64)),
     ((128, 128), None, CAUSAL),
 ]
-# Fewer where an emulated step takes a second.
+# A smaller set, since an emulated step takes a second.
 BYTE_CACHE_EMULATED = [
     *(("sm_90a", BYTE_CACHE_CASES[i]) for i in (0, 3, 4, 5)),
     *(("sm_120a", BYTE_CACHE_CASES[i]) for i in (0, 3, 4, 5, 6)),
@@ -67,7 +67,7 @@ NVFP4_CASES = [
     ((192, 192), 32, CAUSAL, BF16),
     ((256, 256), 64, CAUSAL, E4M3),
     ((128, 128), 12, CAUSAL, E4M3),
-    ((64, 64), 16, window(70), BF16),  # parts of a row that have 2 scales of K, and 6
+    ((64, 64), 16, window(70), BF16),  # row slices with 2 scales of K, and with 6
     ((192, 128), 32, window(70), FP16),
 ]
 NVFP4_EMULATED = [

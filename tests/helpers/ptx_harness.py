@@ -1,4 +1,4 @@
-"""Runs hand-written PTX on the emulator, without compiling anything."""
+"""Runs hand-written PTX in the emulator, without compiling anything."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def module_text(
     dynamic: bool = False,
     directives: str = "",
 ) -> str:
-    """Write a module with one kernel ``k``; thread id in %tid, lane in %lane. A parameter of 8 bytes arrives in %a<i>,
-    of a larger one its address."""
+    """Return a module with one kernel ``k``; the thread id is in %tid, the lane in %lane.
+
+    A parameter of 8 bytes arrives in %a<i>; a larger parameter has its address there.
+    """
     params = ", ".join(
         f".param .u64 p{k}" if size == 8 else f".param .align 64 .b8 p{k}[{size}]" for k, size in enumerate(sizes)
     )
@@ -67,7 +69,7 @@ def run_ptx(
 ) -> LaunchReport:
     """Run a kernel body once; tensors are passed as addresses, bytes as they are.
 
-    ``roles`` names a role per tensor argument, separated by blanks, "inout" by default; ``settings`` are fields of the
+    ``roles`` names a role per tensor argument, separated by blanks, "inout" by default. ``settings`` are fields of the
     emulator's options.
     """
     params = [packed(a) for a in args]

@@ -1,6 +1,6 @@
-"""Problems of prefill, decode and MLA drawn at random from what is served, each with its check against float64.
+"""Random problems of prefill, decode and MLA from the supported range, each with its check against float64.
 
-Lengths lie around the edges of tiles and pages. What must not be read is NaN, as in all batches.
+Lengths are around the edges of tiles and pages. Data that must not be read is NaN, as in all batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DECODE_KEYS = (0, 1, 3, 16, 63, 64, 65, 127, 128, 129, 255, 257, 511, 513, 1023,
 
 @dataclass
 class Draw:
-    """A source of random choices that notes them, so that a failure says what was drawn."""
+    """A source of random choices that records them, so that a failure shows its draw."""
 
     number: int
     device: str
@@ -49,7 +49,7 @@ class Draw:
         return happens
 
     def lengths(self, name: str, choices: Any) -> list[int]:
-        """Return lengths of one request or several, not all of them 0."""
+        """Return lengths of one or more requests, not all of them 0."""
         found = [self._random.choice(list(choices)) for _ in range(self._random.randint(1, 5))]
         found[-1] = found[-1] or 1
         self.noted[name] = found
@@ -92,7 +92,7 @@ def mask_options(mask: Mask) -> dict[str, Any]:
 
 
 def context_call(draw: Draw) -> None:
-    """16 bits over pages, the context entry."""
+    """Draw a call of the context entry in 16 bits over pages."""
     dims = draw.one("dims", [*TILES, (72, 72), (112, 112), (200, 200)])
     data = prefill_batch(draw, Batch, dims, dtype=draw.one("dtype", (BF16, FP16)))
     key, value, table = data.pages(draw.one("page_size", PAGE_SIZES), order=draw.number)
@@ -106,7 +106,7 @@ def context_call(draw: Draw) -> None:
 
 
 def fmha_v2_call(draw: Draw) -> None:
-    """16 bits, ragged or paged, masks and scores of FMHAv2."""
+    """Draw a 16-bit call with masks and scores of FMHAv2, ragged or paged."""
     page_size = draw.one("page_size", (0, *PAGE_SIZES))
     dims = draw.one("dims", [dims for dims in TILES if not page_size or dims[0] == dims[1]])
     data = prefill_batch(draw, Batch, dims, dtype=draw.one("dtype", (BF16, FP16)))
@@ -127,7 +127,7 @@ def fmha_v2_call(draw: Draw) -> None:
 
 
 def cudnn_call(draw: Draw) -> None:
-    """16 bits over ragged keys with what nobody owns between them."""
+    """Draw a 16-bit call over ragged keys with unowned tokens between requests."""
     data = prefill_batch(draw, Batch, draw.one("dims", TILES), dtype=draw.one("dtype", (BF16, FP16)))
     key, value, begins = data.ragged(gap=draw.one("gap", (0, 3)))
     causal = draw.maybe("causal")
@@ -138,22 +138,22 @@ def cudnn_call(draw: Draw) -> None:
 
 
 def byte_prefill(draw: Draw) -> None:
-    """Queries, keys and values in e4m3, as problems: no entry takes all of their masks and outputs."""
+    """Draw queries, keys and values in e4m3, as problems: no entry supports all of their masks and outputs."""
     data = prefill_batch(draw, ByteBatch, draw.one("dims", support.FP8_HEAD_DIMS))
     mask, sinks = mask_of(draw, chunks=True), draw.sinks(data.heads)
     page_size = draw.one("page_size", (None, *PAGE_SIZES))
     problem = data.in_bytes(page_size, mask, draw.one("out", (BF16, FP16, E4M3)), sinks=sinks)
-    # A few rows with flat weights err by more than whole tiles do.
+    # A few rows with flat weights have a larger error than whole tiles.
     data.check_bytes(execute(problem), mask, sinks=sinks, whole_error=1.5 * WHOLE_ERROR)
 
 
 def narrow_cache_prefill(draw: Draw) -> None:
-    """Queries of 16 bits over caches of 8 and 4 bits, the context entry."""
+    """Draw a call of the context entry with 16-bit queries over 8-bit and 4-bit caches."""
     cache = draw.one("cache", (E4M3, NVFP4))
     dims = draw.one("dims", support.NVFP4_HEAD_DIMS if cache is NVFP4 else support.FP8_HEAD_DIMS)
     types = dict(q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache)
     data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
-    # Scales of four tokens of V are interleaved.
+    # Scales of V are interleaved by four tokens.
     page_size = draw.one("page_size", [n for n in PAGE_SIZES if cache is E4M3 or n % 4 == 0])
     mask, sinks = mask_of(draw), draw.sinks(data.heads)
     key, value, table = data.pages(page_size, order=draw.number)
@@ -167,7 +167,7 @@ def narrow_cache_prefill(draw: Draw) -> None:
 
 
 def decode(draw: Draw) -> None:
-    """Decode over caches of all kinds, with drafts, windows and sinks, by either entry."""
+    """Draw decode over caches of all kinds, with drafts, windows and sinks, by either entry."""
     tokens = draw.one("tokens", (1, 1, 1, 2, 3, 4, 7, 16))
     kv_lens = draw.lengths("kv_lens", DECODE_KEYS)
     drafts = [draft_bits("tree", tokens, draw.number + i) for i in range(len(kv_lens))]
@@ -189,7 +189,7 @@ def decode(draw: Draw) -> None:
 
 
 def latent(draw: Draw) -> None:
-    """MLA, dense and with lists, over caches of all kinds."""
+    """Draw MLA, dense and sparse, over caches of all kinds."""
     cache = draw.one("cache", ("wide", "wide", "e4m3", "e4m3 both", "rows"))
     tokens, kv_lens = draw.one("tokens", (1, 1, 2, 4)), draw.lengths("kv_lens", DECODE_KEYS)
     top_k = draw.one("top_k", (0, 0, 64, 132, 1000))
@@ -202,7 +202,7 @@ def latent(draw: Draw) -> None:
         kind, [tokens] * len(kv_lens), kv_lens, top_k, topk, head_dim=dims[0], v_head_dim=dims[1], **options
     )
     page_size, sinks = draw.one("page_size", PAGE_SIZES), draw.sinks(data.heads)
-    is_packed = isinstance(data, PackedBatch)  # whose rows lie in pages of the order 0
+    is_packed = isinstance(data, PackedBatch)  # its rows are in pages of order 0
     problem = data.decode(page_size, order=0 if is_packed else draw.number)
     more = dict(kv_cache=data.packed(page_size)) if is_packed else {}
     out, lse = mla(data, problem, sinks=sinks, return_lse=True, **more)

@@ -1,4 +1,4 @@
-"""What prefill must compute: attention of one request in float64, and how far 16-bit rounding alone strays from it."""
+"""Reference of prefill: attention of one request in float64, and the error of 16-bit rounding alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLAIN = Score()
 
 
 def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.Tensor:
-    """Return [q_len, kv_len], true where a row sees a key. Bottom-right aligned."""
+    """Return [q_len, kv_len], true if a row sees a key. Masks are aligned bottom right."""
     position = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
     key = torch.arange(kv_len, device=device)[None]
     if mask.kind is MaskKind.FULL:
@@ -26,8 +26,10 @@ def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """Press et al., "Train Short, Test Long": a geometric series for powers of two, and every other term of the next
-    longer one for the heads beyond."""
+    """Return the slopes of Press et al., "Train Short, Test Long".
+
+    Powers of two have a geometric series. Further heads take every other term of the next longer series.
+    """
 
     def series(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
@@ -90,9 +92,12 @@ def attention(
 def statistics(
     q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, score: Score = PLAIN
 ) -> torch.Tensor:
-    """Return [q_len, heads, 2] in float64: a row's largest logit divided by sqrt(D), which lacks the scale where scores
-    are plain, and its sum of exponentials relative to that logit; (-inf, 0) where nothing is visible."""
-    # One more key that nobody sees, for requests without any.
+    """Return [q_len, heads, 2] in float64: a row's largest logit divided by sqrt(D), and its sum of exponentials.
+
+    For plain scores, the logit does not include the scale. The sum is relative to this logit. Rows without visible keys
+    have (-inf, 0).
+    """
+    # One more key, seen by no row, for requests without keys.
     scores = torch.nn.functional.pad(logits(q, k, scale, score).masked_fill(~seen, -math.inf), (0, 1), value=-math.inf)
     largest = scores.amax(2)
     total = torch.exp(scores - largest.clamp(min=-1e300)[..., None]).sum(2)

@@ -1,4 +1,4 @@
-"""A graph of one call, replayed with other contents of the tensors that it reads."""
+"""A graph of one call, replayed with other contents of its input tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def check_replays(
     fill: Callable[[T], None],
     check: Callable[[T, torch.Tensor], None],
 ) -> None:
-    """Check that one graph serves all batches, which ``fill`` puts into the call's tensors: it gives what ``check``
-    expects, and the bits of a call of its own each time."""
+    """Check that one graph serves all batches, which ``fill`` copies to the call's tensors.
+
+    Each replay passes ``check`` and gives the bits of a separate call.
+    """
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -13,12 +13,12 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
 def check_sanitized(tool: str, script: str, *arguments: object) -> None:
-    """compute-sanitizer's ``tool`` finds nothing in what ``script`` does."""
+    """Check that compute-sanitizer's ``tool`` finds nothing in a run of ``script``."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
     options = ["--tool", tool, "--error-exitcode", "86"]
-    if tool == "memcheck":  # it counts driver functions that cuda-python looks for in vain
+    if tool == "memcheck":  # it reports driver functions that cuda-python fails to find
         options += ["--report-api-errors", "no"]
     command = [sanitizer, *options, sys.executable, script, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

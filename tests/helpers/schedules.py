@@ -1,4 +1,4 @@
-"""Settings of the emulator to launch a kernel in: one ordinary and some adverse schedules, with the detectors on."""
+"""Emulator settings for launches: one ordinary and some adverse schedules, with the detectors on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def setting(schedule: str, seed: int = 0, arch: str = "sm_90a", **more: int) -> 
 
 
 def schedules(seed: int, adverse: int = 2, **more: Any) -> Sequence[Setting]:
-    """The seed goes with the case, so that the cases together see many schedules."""
+    """Return the settings. The seed depends on the case, so that the cases together see many schedules."""
     drawn = [setting(("random", "priority")[(seed + i) % 2], seed + i, **more) for i in range(adverse)]
     return setting("eager", **more), *drawn

@@ -1,4 +1,4 @@
-"""What skip-softmax must leave out: attention in float64 that goes over tiles of keys as the kernels do."""
+"""The tiles that skip-softmax must leave out: float64 attention over tiles of keys in the kernels' order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows_of(dims: tuple[int, int], arch: str) -> Rows:
 
 
 def arch_of(device: str) -> str:
-    """Return the architecture whose kernels a call with tensors on ``device`` runs."""
+    """Return the architecture of the kernels for tensors on ``device``."""
     return support.arch_of(torch.device(device))
 
 
@@ -40,7 +40,7 @@ def tile_n(dims: tuple[int, int], arch: str, score: Score = reference.PLAIN) -> 
 
 
 def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torch.Tensor, int]:
-    """Return the output, and how many tiles the kernel says that it has left out."""
+    """Return the output, and the kernel's count of tiles left out."""
     count = torch.zeros(1, dtype=torch.int32, device=data.device)
     return execute(data.problem(page_size, skipped_tiles=count, **options)), int(count)
 
@@ -48,8 +48,11 @@ def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torc
 def attention_with_skips(
     data: Batch, factor: float, mask: Mask, score: Score, n_keys: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """Return the output, and how many pairs of 64 rows, or fewer that decide, and a tile of keys are left out. Each row
-    has to see a key. ``n_keys`` is those of a tile, 0 for what 16-bit kernels have."""
+    """Return the output, and the number of skipped pairs of a row group and a key tile.
+
+    A row group has 64 rows, or fewer if fewer decide. Each row has to see a key. ``n_keys`` is the keys of a tile; 0
+    selects the size of 16-bit kernels.
+    """
     dims, arch = (data.head_dim, data.v_head_dim), arch_of(data.device)
     rows, n_keys = rows_of(dims, arch), n_keys or tile_n(dims, arch, score)
     outs, skipped = [], 0
@@ -72,8 +75,10 @@ def attention_with_skips(
 
 
 def check_left_out(data: Batch, factor: float, page_size: int | None, mask: Mask, score: Score) -> None:
-    """The right tiles are left out where of each 300 keys 200 weigh little but not nothing: without them the output is
-    off by several percent."""
+    """Check that the right tiles are left out.
+
+    Of each 300 keys, 200 weigh little but not nothing: without them, the output is off by several percent.
+    """
     for k in data.k:
         k[torch.arange(k.shape[0], device=data.device) % 300 >= 100] *= 0.02
     want, skipped = attention_with_skips(data, factor, mask, score)

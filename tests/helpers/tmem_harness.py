@@ -1,7 +1,7 @@
-"""Runs tensor-core instructions between a given and a returned image of tensor memory.
+"""Runs tensor-core instructions between an input and an output image of tensor memory.
 
-Every CTA loads its image of shared memory and of tensor memory, one thread of CTA 0 executes the instructions under
-test and commits them, and all of the tensor memory comes back: what an instruction must leave alone is compared too.
+Every CTA loads its image of shared memory and of tensor memory. One thread of CTA 0 executes the tested instructions
+and commits them. All of the tensor memory comes back, so tests also compare cells that an instruction must not change.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from helpers.ptx_harness import run_ptx
 
 LANES = 128
-DATA = 1024  # offset of the shared-memory image; the tensor-memory address and the mbarrier lie before it
+DATA = 1024  # offset of the shared-memory image, behind the tensor-memory address and the mbarrier
 SWIZZLES = {16: 0, 128: 2, 64: 4, 32: 6}  # CUTLASS mma_sm100_desc.hpp, LayoutType, by width of the swizzle in bytes
 
 
 def descriptor(register: str, offset: int, lbo: int, sbo: int, width: int = 16) -> str:
-    """Write instructions that put a shared-memory descriptor of the image at ``offset`` into a register."""
+    """Return instructions that put a shared-memory descriptor of the image at ``offset`` into a register."""
     rest = lbo >> 4 << 16 | sbo >> 4 << 32 | 1 << 46 | SWIZZLES[width] << 61
     return (
         f"add.u32 %r103, %r100, {DATA + offset}; shr.u32 %r103, %r103, 4; cvt.u64.u32 {register}, %r103;"
@@ -39,7 +39,7 @@ def run_tmem(
     everyone: str = "",
     **settings: object,
 ) -> np.ndarray:
-    """Return tensor memory [cta][lane][column] after ``single``, and then ``everyone``, which all threads execute.
+    """Return tensor memory [cta][lane][column] after ``single`` and then ``everyone``, which all threads execute.
 
     %r101 is the address of the first column, %r100 of shared memory; %r104.., %d1.., %p4.. and %h.. are free.
     """
@@ -113,16 +113,17 @@ def run_tmem(
 
 
 def noise(*shape: int, seed: int = 1) -> np.ndarray:
-    """Words that no instruction writes by accident."""
+    """Return words that no instruction writes by accident."""
     return np.random.default_rng(seed).integers(0, 1 << 32, shape, dtype=np.uint32)
 
 
 def k_major(rows: np.ndarray, lbo: int, sbo: int, width: int = 16, size: int | None = None) -> np.ndarray:
-    """Bytes [row][k] as a K-major operand lies in shared memory: CUTLASS mma_traits_sm100.hpp, canonical layouts.
+    """Return the bytes of [row][k] as a K-major operand in shared memory: CUTLASS mma_traits_sm100.hpp, canonical
+    layouts.
 
-    Eight rows of ``width`` bytes follow each other, the next eight lie ``sbo`` bytes on. Without a swizzle (16) the
-    next 16 bytes of k lie ``lbo`` bytes on, otherwise their number is exchanged by that of the row (CUTLASS
-    Swizzle<B, 4, 3>).
+    Eight rows of ``width`` bytes follow each other; the next eight rows start ``sbo`` bytes later. Without a swizzle
+    (16), the next 16 bytes of k are ``lbo`` bytes later. With one, the chunk number is XORed with the row number
+    (CUTLASS Swizzle<B, 4, 3>).
     """
     count, k = rows.shape
     out = np.zeros(size or (count - 1) // 8 * sbo + 8 * max(width, lbo * (k // 16)), np.uint8)
@@ -143,7 +144,7 @@ def minifloat(exponent: int, mantissa: int, bias: int, signed: bool = True) -> n
     return np.concatenate([values, -values]) if signed else values
 
 
-# OCP, "8-bit floating point" and "microscaling formats"; codes of e4m3 and e5m2 that are no numbers stay unused.
+# OCP, "8-bit floating point" and "microscaling formats"; e4m3 and e5m2 codes that are not numbers stay unused.
 VALUES = {
     "e4m3": minifloat(4, 3, 7), "e5m2": minifloat(5, 2, 15), "e2m3": minifloat(2, 3, 1), "e3m2": minifloat(3, 2, 3),
     "e2m1": minifloat(2, 1, 1), "ue4m3": minifloat(4, 3, 7, signed=False), "ue8m0": 2.0 ** (np.arange(256) - 127),
@@ -151,15 +152,17 @@ VALUES = {
 
 
 def draw(kind: str, shape: tuple[int, ...], low: float, high: float, seed: int) -> np.ndarray:
-    """Random codes of values with low <= |value| <= high, so that sums of products are exact in float32."""
+    """Draw random codes of values with low <= |value| <= high, so that sums of products are exact in float32."""
     size = np.abs(VALUES[kind])
     codes = np.flatnonzero((size >= low) & (size <= high)).astype(np.uint8)
     return np.random.default_rng(seed).choice(codes, shape)
 
 
 def packed(codes: np.ndarray, kind: str, tight: bool) -> np.ndarray:
-    """Return the bytes of rows in shared memory: kind::f8f6f4 keeps sixteen elements in 16 bytes, kind::mxf4 packs
-    tightly."""
+    """Return the bytes of rows in shared memory.
+
+    kind::f8f6f4 keeps sixteen elements in 16 bytes, kind::mxf4 packs tightly.
+    """
     bits = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(kind, 8)
     out = np.zeros((codes.shape[0], codes.shape[1] // 16, bits * 2 if tight else 16), np.uint8)
     for r in range(out.shape[0]):

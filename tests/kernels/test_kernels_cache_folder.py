@@ -1,4 +1,4 @@
-"""The cache's folder: private, trusted only where nobody else can have written, and plain words when writing fails."""
+"""The cache folder: private, trusted only if no other user can write it, and plain messages for failed writes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_root_has_made_is_used(monkeypatch: pytest.MonkeyPatch, compiler: C
 
 
 class TestFailures:
-    """The message names the folder and says what to do."""
+    """The message names the folder and a remedy."""
 
     @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
     def test_to_write(self, code: int, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_leftovers_of_killed_compiles_are_swept() -> None:
 
 
 class TestSettings:
-    """A value that means nothing is an error at its first use, with the variable and what it may be."""
+    """An invalid value is an error at its first use, with the variable and the valid values."""
 
     @pytest.mark.parametrize("value", ["Forbid", "1", "forbid "])
     def test_jit(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:

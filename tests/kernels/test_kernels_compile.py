@@ -1,4 +1,4 @@
-"""Kernels compile without a GPU, and the assembler's report says that they can run as they were designed.
+"""Kernels compile without a GPU, and the assembler's report confirms their resource design.
 
 Kernels come from the usual cache, so a second run only reads the reports.
 """
@@ -45,9 +45,9 @@ SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 pytestmark = pytest.mark.compile
 
-SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
+SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond its usable SHARED_BYTES
 PREFILL = covering_configs()
-# On sm_103a the code is that of sm_100a: a kernel of each head dim will do, and one with most to keep in registers.
+# sm_103a has the code of sm_100a, so a kernel of each head dim is enough, with one of the highest register use.
 SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
 BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),
@@ -63,7 +63,8 @@ BYTE_PREFILL = [
         ("bf16", (256, 256), PAGES64),
     )
 ]
-# The first two would spill if K and V had a converting warpgroup each. The third has both warpgroups, and most to keep.
+# The first two would spill with a converting warpgroup each for K and V. The third has both, and the highest register
+# use.
 BYTE_PREFILL += [
     PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, mask, *fetch, kv_type=KvType.E4M3, **choices)
     for mask, fetch, choices in (
@@ -72,7 +73,7 @@ BYTE_PREFILL += [
         (MaskKind.SLIDING_WINDOW, ROWS, dict(score=ScoreKind.LARGE_SOFT_CAP)),
     )
 ]
-# K and V of 4 bits with scales of blocks, and outputs with them: a thread for a row and two, all kinds of output.
+# 4-bit K and V with block scales, and outputs with block scales: one thread and two for a row, all kinds of output.
 NVFP4_PREFILL = [
     PrefillConfig("sm_90a", dtype, out, *dims, mask, *fetch, kv_type=kv_type, **choices)
     for dtype, out, dims, mask, fetch, kv_type, choices in (
@@ -118,7 +119,7 @@ SM120 += [
         ("bf16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.E4M3)),
         ("bf16", "bf16", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(kv_type=KvType.NVFP4, packs_heads=True)),
         ("bf16", "bf16", (192, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.NVFP4)),
-        # Kernels that spill most: of each class of operands, with most masks and heads that share tiles, or no mask.
+        # Kernels that spill most: of each class of operands, with most masks and packed heads, or no mask.
         ("bf16", "bf16", (128, 128), MaskKind.CHUNKED, ROWS, dict(packs_heads=True)),
         ("e4m3", "e4m3", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(packs_heads=True)),
         ("bf16", "bf16", (128, 128), MaskKind.FULL, PAGES16, dict(kv_type=KvType.E4M3)),
@@ -130,14 +131,14 @@ SM120 += [
 SM120_ON_HOPPER = Sm120PrefillConfig(
     "sm_120a", "e4m3", "bf16", 64, 64, MaskKind.CAUSAL, *PAGES16, compiled_for="sm_90a"
 )
-# ptxas for sm_120 has 8 bytes of stack that are written and never read, and registers that it spills: see
-# sm120_config.py, and of decode, once a leaf, sm120_decode_config.py.
+# ptxas for sm_120 uses 8 bytes of stack that are written and never read, and spills registers: see sm120_config.py. For
+# decode it does so once a leaf; see sm120_decode_config.py.
 SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 112, Family.MLA: 88}
-NARROW_STACK = 80  # where warps dequantize K and V for themselves
+NARROW_STACK = 80  # if warps dequantize K and V for themselves
 # For Blackwell the compiler keeps pairs of O's elements side by side, which take up to 128 registers, and spills: see
 # docs/kernels/blackwell.md.
 PAIRED_STACK = {KvType.WIDE: 320, KvType.E4M3: 512, KvType.NVFP4: 416}
-# What stands for kernels of sm_120 that serve Blackwell, where threads have the registers of their roles.
+# Kernels of sm_120 that serve Blackwell, with registers by role: these stand for all of them.
 SM120_ON_BLACKWELL = [
     replace(config, arch="sm_100a")
     for config in (
@@ -147,7 +148,7 @@ SM120_ON_BLACKWELL = [
         *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in PAIRED_STACK),
     )
 ]
-# Head dims and page sizes that are compiled on demand only.
+# Head dims and page sizes compiled only on demand.
 RARER = [
     PrefillConfig("sm_90a", "bf16", "bf16", 72, 72, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0),
     PrefillConfig("sm_90a", "bf16", "bf16", 248, 248, MaskKind.CAUSAL, *PAGES16),
@@ -167,9 +168,10 @@ CONFIGS: list[KernelConfig] = [
     *SM120_ON_BLACKWELL,
     *BLACKWELL,
 ]
-# Two values that are read once for each chunk, see ``_DEQUANTIZED_TILES``, as many of a warp that combines, once a
-# share, and two of heads that share windows of e4m3, once for each work tile; two of a warpgroup that dequantises into
-# float16. Those of windows stay with smaller parts of V, and with 8 registers more for consumers (2026-11-25).
+# Allowed spills: two values read once for each chunk, see ``_DEQUANTIZED_TILES``, and two of a warp that combines, once
+# a share. Two more belong to packed heads with e4m3 windows, once for each work tile, and two to a warpgroup that
+# dequantizes to float16. The window spills remain with smaller parts of V, and with 8 registers more for consumers
+# (2026-11-25).
 SPILL = (
     "prefill_sm_90a_fp16_d192_causal_kv_nvfp4",
     "decode_sm_90a_fp16_d512_draft_kv_e4m3",
@@ -180,7 +182,7 @@ FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 
 class Usage(NamedTuple):
-    """What the assembler reports for a kernel: registers of a thread, and bytes."""
+    """The assembler's report of a kernel: registers of a thread, and bytes."""
 
     registers: int
     stack: int
@@ -189,7 +191,7 @@ class Usage(NamedTuple):
 
 
 def usage(cubin: Path) -> Usage:
-    # Not skipped where the tool is missing: nothing else looks for spills.
+    # A missing tool is a failure, not a skip, because no other test checks spills.
     command = [cuda_tool("cuobjdump"), "-res-usage", str(cubin)]
     report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
@@ -213,10 +215,13 @@ def kernel_parameters(ptx: str) -> Parameters:
 
 
 def check_shares(config: KernelConfig, found: Parameters, used: Usage) -> None:
-    """What all threads start with is enough for what the roles then share out: with less the kernel would hang."""
+    """Check that the launch registers of all threads cover the registers that the roles then take.
+
+    With fewer registers, the kernel would hang.
+    """
     launched = REGISTERS // (found.threads * config.ctas_per_sm) // 8 * 8
     assert set(config.registers) <= found.less | found.more
-    most = min(found.more, default=REGISTERS)  # two warpgroups have more at launch than they may ask for
+    most = min(found.more, default=REGISTERS)  # two warpgroups have more at launch than they may request
     assert max(found.less) <= launched < most, "setmaxnreg the other way is an illegal instruction"
     assert WARPGROUP * sum(config.registers) <= used.registers * found.threads
 
@@ -239,11 +244,11 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
     assert used.local == 0, "registers are spilled"
     assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"
 
-    # All shared memory is asked for at the launch, but for what the system keeps.
+    # Kernels request all shared memory at the launch, except the system's share.
     assert used.shared <= SYSTEM_SHARED_BYTES
     kernel, _ = build(config)
     assert kernel.shared_bytes <= ARCHITECTURES[config.arch].shared_bytes
-    # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
+    # The DSL compares the launch with the kernel's allocation, and records an error in the host code if it is exceeded.
     assert b"exceed" not in built.object_file.read_bytes()
 
 
@@ -252,12 +257,12 @@ def test_append_kernels_do_not_spill(arch: str) -> None:
     for config in shipped_append_configs(arch):
         used = usage(artifact(config).cubin)
         assert (used.stack, used.local) == (0, 0), config.name
-        # An SM has room for all of its threads, or for half of them where they quantize.
+        # An SM has room for all of its threads, or for half of them if they quantize.
         assert used.registers <= 32 if config.kind is CacheType.WIDE else used.registers <= 64, config.name
 
 
 def most_stack(config: KernelConfig) -> int:
-    """Return the bytes of stack that a kernel may have."""
+    """Return the bytes of stack that a kernel may use."""
     if config in SM120_ON_BLACKWELL and config.family is Family.PREFILL and config.head_dim_v > 192:
         return PAIRED_STACK[config.kv_type]
     if config.arch == "sm_120a" or config in SM120_ON_BLACKWELL:
@@ -271,14 +276,18 @@ def widens_for_itself(config: KernelConfig) -> bool:
 
 @pytest.mark.parametrize("config", SM120, ids=lambda config: config.name)
 def test_spills_in_steps(config: Sm120PrefillConfig) -> None:
-    """Instructions that load or store a spilled register, of the 280 to 2300 in the step that has most of them."""
+    """Count instructions that load or store a spilled register, in the step with most of them, of 280 to 2300
+    instructions.
+    """
     most = 26 if widens_for_itself(config) else 12 if config.dequantizes else 6
     assert Resources.of(artifact(config).cubin).step_spills <= most
 
 
 @pytest.mark.parametrize("config", [*SM120, SM120_ON_HOPPER], ids=lambda config: config.name)
 def test_products_of_warps(config: Sm120PrefillConfig) -> None:
-    """Each kernel multiplies by one kind of mma.sync, that of its operands; blocks of bytes are scaled on sm_120."""
+    """Each kernel multiplies by the one kind of mma.sync for its operands; sm_120 uses block scaling for
+    byte operands.
+    """
     found = set(re.findall(r"\bmma\.sync\.aligned\.(\S+)", artifact(config).ptx.read_text()))
     if config.uses_fp8_mma:
         scaled = "kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
@@ -290,8 +299,10 @@ def test_products_of_warps(config: Sm120PrefillConfig) -> None:
 
 @pytest.mark.parametrize("config", [*COVERING_DECODE, *COVERING_MLA, PREFILL[0]], ids=lambda config: config.name)
 def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None:
-    """Keys leave first, or with few rows first or like all else, which the schedule finds out. Copies by lanes have no
-    policy."""
+    """Keys are evicted first; with few rows, they are evicted first or normally, as the schedule decides.
+
+    Copies by lanes do not have a policy.
+    """
     ptx = artifact(config).ptx.read_text()
     by_tma = config.reads_kv_once and config.kv_fetch is KvFetch.PAGE_BOXES
     has_tree = isinstance(config, DecodeConfig) and config.has_tree
@@ -302,17 +313,18 @@ def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None
 
 @pytest.mark.parametrize("config", BLACKWELL, ids=lambda config: config.name)
 def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> None:
-    """Instructions of each kind are counted in the PTX; loops over steps and query tiles are not unrolled."""
+    """The test counts instructions of each kind in the PTX; loops over steps and query tiles are not unrolled."""
     ptx, tile = artifact(config).ptx.read_text(), config.tile
     assert "wgmma" not in ptx
 
-    # All of tensor memory is taken, once, and given back.
+    # The kernel allocates all of tensor memory once, and frees it.
     for instruction in ("alloc", "dealloc"):
         assert re.findall(rf"\btcgen05\.{instruction}\b.*, (\d+);", ptx) == [str(TENSOR_MEMORY_COLUMNS)], instruction
         assert len(re.findall(rf"\btcgen05\.{instruction}\b", ptx)) == 1
     assert config.o_column + Q_TILES * config.head_dim_v <= TENSOR_MEMORY_COLUMNS
 
-    # An instruction for 16 elements. Q K^T is in the first step and in those that follow, P V in these and in the last.
+    # One instruction takes 16 elements. Q K^T occurs in the first step and in the later steps, P V in the later steps
+    # and in the last.
     kinds = re.findall(r"\btcgen05\.mma\.cta_group::1\.kind::f16 \[%r\d+\], (\w+|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx)
     assert len(kinds) == ptx.count("tcgen05.mma")
     for a_in_tensor_memory, depth, columns in (
@@ -324,8 +336,8 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
         # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
         assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
 
-    # TMA takes a box for each column block of 64, of pages one with all of them for each box of rows. Whole tiles of V
-    # and the others have loops of their own.
+    # TMA takes a box for each column block of 64. For pages it takes one box with all column blocks for each box of
+    # rows. Whole tiles of V and other tiles have separate loops.
     copies = (
         Q_TILES * config.q_columns // 64
         + {
@@ -340,8 +352,9 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_touches_no_memory_before_the_grid_in_front_is_done(config: KernelConfig) -> None:
-    """Under programmatic dependent launch the grid in front may still be writing this one's operands, or reading its
-    output."""
+    """Under programmatic dependent launch, the previous grid may still write this grid's operands, or read
+    its output.
+    """
     before, *after = artifact(config).ptx.read_text().split("griddepcontrol.wait")
     assert len(after) == 1
     assert "mbarrier.init" in before, "nothing overlaps"
@@ -350,7 +363,7 @@ def test_touches_no_memory_before_the_grid_in_front_is_done(config: KernelConfig
 
 @pytest.mark.parametrize("config", FIRST, ids=lambda config: config.name)
 def test_loads_from_disk(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object file alone gives the launch function; neither needs a GPU."""
+    """The object file alone gives the launch function; loading needs no GPU."""
     artifact(config)
     monkeypatch.setenv("HOPWELL_JIT", "forbid")
     monkeypatch.setattr(toolchain, "_functions", {})
@@ -377,8 +390,10 @@ print("cutlass" in sys.modules)
 
 
 def test_a_compiled_kernel_is_called_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that finds its kernel on disk never imports the DSL. Of a call on the CPU the function itself says that
-    it does not run there."""
+    """A process that finds its kernel on disk never imports the DSL.
+
+    For a call on the CPU, the function itself reports that it does not run there.
+    """
     artifact(PREFILL[0])
     monkeypatch.setenv("HOPWELL_JIT", "forbid")
     command = [sys.executable, "-c", CALL, PREFILL[0].name]
@@ -391,7 +406,7 @@ def test_a_compiled_kernel_is_called_without_the_compiler(monkeypatch: pytest.Mo
 
 
 def test_output_of_the_other_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not shipped, compiled in other processes, and not found in the cache of the shipped ones."""
+    """The kernel is not shipped. Other processes compile it, and the cache of shipped kernels does not have it."""
     monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
     mixed = [
         PrefillConfig("sm_90a", *dtypes, 128, 128, PREFILL[0].mask, PREFILL[0].kv_fetch, 0)

@@ -1,4 +1,4 @@
-"""Which kernel serves which problem, and what every shipped kernel's tile sizes and registers must satisfy."""
+"""Kernel selection for each problem, and the constraints of every shipped kernel's tile sizes and registers."""
 
 from __future__ import annotations
 
@@ -76,14 +76,13 @@ class TestShipped:
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
         assert set(others) == {f.name for f in fields(PrefillConfig)}
         for field, value in others.items():
-            # Not constructed: a change of one field alone is not always a config that there is.
+            # The test does not construct these configs, because a change of one field may not give a valid config.
             changed = object.__new__(PrefillConfig)
             changed.__dict__.update(base.__dict__ | {field: value})
             assert changed.name != base.name, field
 
     def test_names_are_unique_with_everything_that_can_be_asked_for(self) -> None:
-        """What is compiled only when asked for has names of its own: other scores, skip-softmax, the other dtype as
-        output."""
+        """On-demand kernels have names of their own: other scores, skip-softmax, the other dtype as output."""
         asked = [
             replace(config, out_dtype=out)
             for plain, out in itertools.product(SHIPPED, DTYPES.values())
@@ -96,7 +95,7 @@ class TestShipped:
         assert all(re.fullmatch(r"[a-z][a-z0-9_]{1,98}", name) for name in names)
 
     def test_names(self) -> None:
-        """Plain parts are left out, so that the names of plain kernels stay what they were."""
+        """Default parts are left out, so names of plain kernels do not change."""
         plain = PrefillConfig(ARCH, "bf16", "bf16", 192, 128, MaskKind.CHUNKED, KvFetch.PAGE_BOXES, 16)
         assert plain.name == "prefill_sm_90a_bf16_d192_128_chunked_pages16"
         other = replace(plain, out_dtype="fp16", score=ScoreKind.SOFT_CAP, skip_softmax=True)
@@ -120,7 +119,7 @@ class TestShipped:
 
 
 class TestCovering:
-    """The kernels that are compiled in tests stand for all others: nothing that there is is missing among them."""
+    """The kernels compiled in tests stand for all others: no shipped choice is missing."""
 
     def test_every_choice_is_there(self) -> None:
         for field in fields(PrefillConfig):
@@ -136,8 +135,9 @@ class TestCovering:
 
     @pytest.mark.parametrize("dims", MAIN_DIMS, ids=str)
     def test_main_head_dims(self, dims: tuple[int, int]) -> None:
-        """There are all masks but chunks in nearly every way to fetch, all scores, skip-softmax, and every choice for
-        speed."""
+        """Coverage has all masks except chunks with nearly every fetch, all scores, skip-softmax, and every performance
+        choice.
+        """
 
         def of_dims(configs: list[PrefillConfig]) -> set[PrefillConfig]:
             return {c for c in configs if (c.head_dim_qk, c.head_dim_v) == dims and c.dtype == "bf16"}
@@ -163,14 +163,16 @@ class TestCovering:
             assert {c.kv_fetch for c in here if c.packs_heads} == {c.kv_fetch for c in shipped}
 
     def test_there_are_few(self) -> None:
-        """They take seconds each."""
+        """Each kernel takes seconds."""
         assert len(set(COVERING)) == len(COVERING) < 180
 
 
 class TestResources:
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_registers_can_be_handed_out(self, dims: tuple[int, int]) -> None:
-        """setmaxnreg takes multiples of 8 from 24 to 256; producers give back, consumers take, and it must add up."""
+        """setmaxnreg takes multiples of 8 from 24 to 256. Producers release registers and consumers take them; the sum
+        must fit.
+        """
         assert any_config(dims).consumer_warpgroups == TILES[dims].m // 64 * (2 if TILES[dims].splits_v else 1)
         for tile in every_tile(dims):
             groups = tile.m // 64 * (2 if tile.splits_v else 1)
@@ -195,7 +197,9 @@ class TestResources:
 
     @pytest.mark.parametrize(("score", "skip"), [*itertools.product(ScoreKind, (False, True))])
     def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
-        """Tiles of three warpgroups do, which have the fewest; all else about a tile stays."""
+        """Only tiles of three warpgroups, which have the fewest registers, get smaller steps; all else about a tile
+        stays.
+        """
         for dims, tile in TILES.items():
             smaller = max(dims) <= 64 and (score.caps or skip)
             want = replace(tile, n=96) if smaller else tile
@@ -205,7 +209,9 @@ class TestResources:
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_columns(self, dims: tuple[int, int]) -> None:
-        """Whole column blocks of 64 in shared memory, of which no more is multiplied than the instructions need."""
+        """Shared memory has whole column blocks of 64; instructions multiply the minimum of columns
+        that they support.
+        """
         config = any_config(dims)
         assert config.columns == tuple(64 * math.ceil(dim / 64) for dim in dims)
         depth_qk, depth_v = config.depth
@@ -232,7 +238,7 @@ class TestResources:
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_consumers_have_registers_for_their_tiles(self, dims: tuple[int, int]) -> None:
-        """S, O and P are held at once, a 128th of each in a thread; nothing else can be moved out of the way."""
+        """S, O and P are held at once, a 128th of each in a thread, and cannot be moved elsewhere."""
         config = any_config(dims)
         tile, (_, depth_v) = config.tile, config.depth
         assert 64 * (tile.n + depth_v + tile.n // 2) // WARPGROUP < tile.consumer_registers
@@ -247,7 +253,7 @@ class TestResources:
 
     @pytest.mark.parametrize("field", ["producer_registers", "consumer_registers"])
     def test_more_registers_than_there_are_is_refused(self, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """At the limit a config can be made, one step of 8 above it cannot."""
+        """At the limit, a config can be made; one step of 8 above it cannot."""
         tile = TILES[128, 128]
         spare = 168 * 3 - tile.producer_registers - 2 * tile.consumer_registers
         assert spare == 0, "no registers are left unused"
@@ -292,7 +298,7 @@ class TestResolve:
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_masks_and_scores(self, dims: tuple[int, int]) -> None:
-        """What is asked for becomes the kernel's; of how K and V are fetched, boxes alone follow the tile."""
+        """The kernel has the requested mask and score; only boxes follow the tile."""
         shipped = set(SHIPPED)
         key, value = (empty(40, 2, dim).transpose(0, 1)[None] for dim in dims)
         for problem in (
@@ -309,7 +315,7 @@ class TestResolve:
                 assert (config in shipped) == (score is ScoreKind.SCALED and skip == 0)
 
     def test_run_time_facts_do_not_make_other_kernels(self) -> None:
-        """The number of queries and the size of a window do: see TestChoices."""
+        """The number of queries and the size of a window do make other kernels: see TestChoices."""
         views = cache("tuple-HND", 16, (128, 128))
         problem = paged(*views)
         want = resolve(problem, ARCH)
@@ -345,7 +351,7 @@ class TestResolve:
 
 
 class TestChoices:
-    """What makes a kernel faster and was not asked for: it goes by shapes and by the size of a window."""
+    """Performance choices without a request: shapes and window sizes decide."""
 
     @staticmethod
     def of(tokens: int, group: int = 4, dims: tuple[int, int] = (128, 128), **changes: object) -> PrefillConfig:
@@ -374,17 +380,19 @@ class TestChoices:
             (9, 24, (9, 8)),
             (9, 120, (3, 40)),  # 3 tiles instead of 5 for all nine
             (32, 3, (16, 8)),
-            (37, 3, (1, 128)),  # of a prime number of heads only all or one could share tiles
+            (37, 3, (1, 128)),  # a prime number of heads can share tiles only as a whole
         ],
     )
     def test_shapes_by_hand(self, group: int, tokens: int, shape: tuple[int, int]) -> None:
-        """Each head has whole swizzle atoms of 8 rows, and all are of one KV head. A lone head is not packed."""
+        """Each head has whole swizzle atoms of 8 rows, and all heads of a tile belong to one KV head. A lone head is
+        not packed.
+        """
         problem = paged(*cache("tuple-HND", 16, (128, 128)))
         assert packed_shape(replace(problem, query=empty(tokens, 2 * group, 128)), 128) == shape
         assert self.of(tokens, group).packs_heads == (shape[0] > 1)
 
     def test_scores_and_skip_softmax(self) -> None:
-        """A tile has one slope; tiles of keys are left out for 64 queries at a time, whoever else is in the batch."""
+        """A tile has one slope. Key tiles are left out for 64 queries at a time, for any batch."""
         packed = {kind: self.of(3, score=score).packs_heads for kind, score in SCORES.items()}
         assert packed == {score: not score.has_slopes for score in ScoreKind}
         window = Mask(MaskKind.SLIDING_WINDOW, 5)
@@ -405,7 +413,7 @@ class TestChoices:
             assert not self.of(9000, mask=MASKS[mask]).short_steps
 
     def test_bits_do_not_go_by_the_number_of_queries(self) -> None:
-        """Steps decide about the order of sums, and so must not depend on what else is in a batch."""
+        """Steps decide the order of sums, and so must not depend on the rest of the batch."""
         for dims, mask, score in itertools.product(TILES, MASKS, SCORES.values()):
             few, many = (self.of(tokens, dims=dims, mask=MASKS[mask], score=score) for tokens in (3, 9000))
             assert few.tile.n == many.tile.n

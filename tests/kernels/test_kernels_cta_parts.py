@@ -1,4 +1,4 @@
-"""How the keys of all requests are cut into equal CTA parts for the CTAs of MLA: device code, on the host."""
+"""MLA's partition of the keys of all requests into equal CTA parts: device code, on the host."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 @dataclass
 class Batch:
-    """A batch as the host sees it, and the multiprocessors that it runs on."""
+    """A batch as the host sees it, and the number of SMs that it runs on."""
 
     kv_lens: list[int]
     q_lens: list[int]
     group: int = 128
     ctas: int = 132
     topk: int = 0
-    padding: int = 0  # tokens behind those of the last request
+    padding: int = 0  # tokens after the last request's tokens
 
     @property
     def row_tiles(self) -> int:
@@ -77,11 +77,11 @@ class Batch:
         return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, 0, False, ScheduleHooks())
 
     def tiles(self, index: int) -> int:
-        """Count the row tiles of a request, or of a token with a list."""
+        """Return the row tiles of a request, or of a token with top-k indices."""
         return -(-self.group * (1 if self.topk else self.q_lens[index]) // ROWS)
 
     def items(self) -> Iterator[tuple[int, int]]:
-        """Return (index, keys) of every request with new tokens, or of every token with a list, in order."""
+        """Yield (index, keys) of every request with new tokens, or of every token with top-k indices, in order."""
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         for request, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             if not self.topk:
@@ -92,7 +92,7 @@ class Batch:
 
 
 class PortionWarp(SchedulingWarp):
-    """A scheduling warp whose lanes also reduce, and look for set bits."""
+    """A scheduling warp whose lanes also reduce, and search for set bits."""
 
     def use(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         monkeypatch.setattr(module, "draw_ticket", None, raising=False)
@@ -108,8 +108,10 @@ class PortionWarp(SchedulingWarp):
 
 
 def posted(schedule: CtaPartSchedule, cta: int, monkeypatch: pytest.MonkeyPatch) -> list[SplitTile]:
-    """Return the work tiles of a CTA, after which it gets those that are partials again, without keys, in the same
-    order."""
+    """Return the work tiles of a CTA.
+
+    The CTA then gets its partials again, without keys, in the same order.
+    """
     warp = PortionWarp([])
     with monkeypatch.context() as patches:
         warp.use(patches, cta_parts)
@@ -126,7 +128,7 @@ def posted(schedule: CtaPartSchedule, cta: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def part_of(tile: SplitTile) -> list[int]:
-    """Return what combining has to know of a partial."""
+    """Return the fields of a partial that the combine needs."""
     numbers = (tile.request.o_start, tile.request.q_len, tile.first_row, tile.chunk, tile.chunks, tile.first_partial)
     return [host(number) for number in numbers]
 
@@ -152,16 +154,18 @@ BATCHES = {
 }
 
 
-# Work tiles by their steps where all requests are of one length, and chunks too: halves, whole requests, single steps.
+# Work tiles by their steps for requests and chunks of one length: halves, whole requests, single steps.
 EVENLY_CUT = {"equal": {32: 32}, "whole": {4: 32}, "one": {1: 16}}
 assert EVENLY_CUT.keys() <= BATCHES.keys()
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_step_is_in_one_unit(name: str, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work tiles hold every step of every request once for each tile of its own rows, in order; partials have slots of
-    their own. Requests of one length are cut into chunks of one length, or not at all, where CTAs get little more by
-    that."""
+    """Work tiles hold every step of every request once for each of its row tiles, in order.
+
+    Partials have slots of their own. Requests of one length are split into chunks of one length, or not at all, if this
+    gives CTAs little extra work.
+    """
     batch = BATCHES[name]
     schedule = batch.schedule(memory)
     work_tiles = [work_tile for cta in range(batch.ctas) for work_tile in posted(schedule, cta, monkeypatch)]
@@ -194,7 +198,7 @@ def test_every_step_is_in_one_unit(name: str, memory: Memory, monkeypatch: pytes
 
 
 def test_portions_are_equal(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No CTA has more than a CTA part and what cuts are moved by, however requests differ."""
+    """No CTA exceeds an equal CTA part plus the shift of the cuts, for any mix of requests."""
     batch = ragged(1, 50, 6000)
     schedule, total = batch.schedule(memory), sum(max(-(-keys // STEP), 1) + 1 for keys in batch.kv_lens)
     limit = -(-total // (batch.ctas // batch.row_tiles)) * 17 / 16 + 2 * SNAP_STEPS + 1
@@ -205,7 +209,7 @@ def test_portions_are_equal(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("ctas", [1, 4, 78, 132, 148])
 def test_every_piece_has_a_slot(ctas: int) -> None:
-    """Nobody waits for a slot, and most CTAs have work, however many row tiles there are."""
+    """No partial waits for a slot, and most CTAs have work, for any number of row tiles."""
     for row_tiles in range(1, 4 * ctas):
         places = count_portions(row_tiles, ctas) * row_tiles
         assert places == row_tiles or 2 * places <= slot_count(row_tiles * ROWS, 1, 512, 1, ctas, True, True)

@@ -1,4 +1,4 @@
-"""Which decode kernel serves which problem, and what the shipped ones need."""
+"""Decode kernel selection for each problem, and the resource needs of the shipped kernels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def problem(form: str = "tuple-HND", page_size: int = 16, dim: int = 128, **chan
     return paged(*cache(form, page_size, (dim, dim), dtype=dtype), **changes)
 
 
-# What prefill can do, by the words for it in a refusal.
+# Features of prefill, with their words in a refusal.
 LSE = empty(60, 4, dtype=torch.float32)
 UNSEEN: dict[str, dict[str, Any]] = {
     "lengths from offsets": dict(kv_lens=None),
@@ -80,7 +80,7 @@ def rows_of(dim: int, kv_type: KvType) -> list[int]:
 
 
 def of_rows(dim: int, kv_type: KvType, rows: int) -> list[DecodeConfig]:
-    """Return every kernel of a head dim and so many rows with bf16 queries, shipped or not."""
+    """Return every kernel of a head dim and this number of rows with bf16 queries, shipped or not."""
     common = (ARCH, "bf16", "bf16", dim, dim)
     tile_n = DecodeConfig(*common, MaskKind.FULL, *paged_fetches(1)[0], kv_type, rows).tile.n
     return [DecodeConfig(*common, mask, *fetch, kv_type, rows) for mask in MASKS for fetch in paged_fetches(tile_n)]
@@ -140,7 +140,7 @@ class TestShipped:
         assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
 
     def test_blackwell_has_those_of_sm120(self) -> None:
-        """Blackwell ships the same kernels, whose boxes may be taller: it loads the widest tiles as a whole."""
+        """Blackwell ships the same kernels as sm_120 with taller boxes: it loads the widest tiles as a whole."""
         here, there = (
             {(c.dtype, c.head_dim_qk, c.mask, c.kv_type, c.rows) for c in shipped_configs(arch, Family.DECODE)}
             for arch in ("sm_100a", "sm_120a")
@@ -149,8 +149,9 @@ class TestShipped:
         assert list(shipped_configs("sm_80", Family.DECODE)) == []
 
     def test_what_is_compiled_in_tests_stands_for_all(self) -> None:
-        """There is every head dim with every mask and with every way to fetch, and every dtype; few rows come with each
-        of them."""
+        """Coverage has every head dim with every mask and with every fetch, and every dtype; few rows
+        come with each.
+        """
         for facts in (
             lambda c: (c.head_dim_qk, c.rows, c.kv_bytes),
             lambda c: (c.dtype, c.rows),
@@ -165,7 +166,7 @@ class TestShipped:
 class TestResources:
     @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
     def test_every_head_dim_fits(self, dim: int, kv_type: KvType) -> None:
-        """Shared memory, registers at the launch, and rows of one tile suffice."""
+        """Shared memory, launch registers, and rows of one tile suffice."""
         for config in of_dim(dim, kv_type):
             assert kernel_of(config).shared_bytes * config.ctas_per_sm <= SHARED_BYTES
             assert config.tile.m == config.rows
@@ -175,7 +176,7 @@ class TestResources:
 
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
     def test_enough_is_under_way(self, dim: int) -> None:
-        """Memory is kept busy by 128 KiB of K and V for each SM, or of what becomes of them in place."""
+        """128 KiB of K and V per SM, or of their dequantized form in place, keep memory busy."""
         for config in (config for kv_type in KV_TYPES for config in of_dim(dim, kv_type)):
             stages = config.tile.kv_stages * config.ctas_per_sm
             assert stages * config.tile.n * sum(config.stage_columns) * 2 >= 128 << 10
@@ -226,7 +227,7 @@ class TestResolve:
         ],
     )
     def test_few_rows(self, dim: int, rows: int, want: int) -> None:
-        """Rows of a request and KV head count, whether of query heads or of new tokens."""
+        """Only the rows of a request and KV head count, from query heads or new tokens."""
         for group, q_len in {(rows, 1), (1, rows)}:
             shape = dict(page_size=16, dim=dim, query=empty(60, 2 * group, dim), max_q_len=q_len)
             assert resolve_decode(problem(**shape), ARCH).rows == want

@@ -1,5 +1,4 @@
-"""K and V of 8 bits on their way to the tensor cores: what is dequantized, what a warp transposes, and which keys and
-columns meet there."""
+"""8-bit K and V before the tensor cores: dequantization, transposition by a warp, and the match of keys and columns."""
 
 from __future__ import annotations
 
@@ -28,13 +27,14 @@ from hopwell.kernels.support import FP8_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
 
-KEYS, TARGET = 64, 1 << 20  # of a tile, and where its converted stage begins
+KEYS, TARGET = 64, 1 << 20  # of a tile, and the start of its converted stage
 RING_METHODS = ("wait_full", "wait_empty", "release")
 
 
 class Bytes(Lanes):
-    """A warp over shared memory whose bytes are (key, column) of V, and its matrix instructions (PTX ISA, ldmatrix and
-    stmatrix)."""
+    """A warp over shared memory with bytes (key, column) of V, and its matrix instructions (PTX ISA, ldmatrix and
+    stmatrix).
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Bytes(Lanes):
 
     @staticmethod
     def _check(rows: list[int]) -> None:
-        """Eight rows at a time are served, which lie in different banks."""
+        """Eight rows are served at a time, and must be in different banks."""
         for first in range(0, 32, 8):
             assert len({row % 128 for row in rows[first : first + 8]}) == 8
 
@@ -77,7 +77,7 @@ class Bytes(Lanes):
 def test_widened_chunks(
     columns: int, columns_first: bool, in_place: bool, by_two: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each vector is read once and becomes two where the layout has them. Of 8 lanes, no two meet in a bank."""
+    """Each vector is read once and becomes two at their places in the layout. No two of 8 lanes meet in a bank."""
     loaded = -(-columns // 128) * 64  # in units of 16 bits
     source = {
         copy.tile_vector(0, row, vector, KEYS, loaded, columns_first): (row, vector)
@@ -136,8 +136,10 @@ def test_widened_chunks(
 def test_transposed_keys_and_columns(
     columns: int, columns_first: bool, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each byte of the target is what the order says: keys 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 side by side, even columns
-    before odd ones. Reads and writes meet no bank conflict."""
+    """Each byte of the target follows the order: keys 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 together, even columns first.
+
+    Reads and writes have no bank conflict.
+    """
     warp = Bytes(monkeypatch)
     loaded = -(-columns // 128) * 64  # in units of 16 bits
     width = -(-keys // 128) * 128
@@ -178,13 +180,13 @@ def test_keys_of_p_are_those_of_v(monkeypatch: pytest.MonkeyPatch) -> None:
         words: list[Any] = [None] * (KEYS // 8)
         Fp8Operands.round_scores.__wrapped__(SimpleNamespace(p=words, s=scores))
         for i, word in enumerate(words):
-            # Words are rows 0 and 8 of bytes 4 lane and on of a sixteen, then those of the next sixteen.
+            # Words are rows 0 and 8 of bytes from 4 lane on, of a sixteen, then of the next sixteen.
             row, first = i % 2, i // 2 * 16
             assert word == tuple((row, first + 2 * lane + k) for k in (0, 1, 8, 9))
 
 
 def test_panels_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each register of O is brought to the reference of its row once, and gets the product of its own columns."""
+    """Each register of O is rescaled to its row's reference once, and gets the product of its own columns."""
     monkeypatch.setattr(cutlass, "range_constexpr", range)
     monkeypatch.setattr(cute, "size", len)
     monkeypatch.setattr("hopwell.kernels.sm90.prefill.fp8.fma", lambda a, b, c: a * b + c)
@@ -199,7 +201,7 @@ def test_panels_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("dims", FP8_HEAD_DIMS, ids=str)
 def test_parts_of_v_begin_at_swizzle_atoms(dims: tuple[int, int]) -> None:
-    """All products together have all columns."""
+    """The products together have all columns."""
     n = PrefillConfig.tile_of(dims, skip_softmax=True, uses_fp8_mma=True).n
     width = n_slice_columns(dims[1], n)
     assert dims[1] % width == 0

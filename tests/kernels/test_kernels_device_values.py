@@ -1,4 +1,4 @@
-"""Values on the device that no check sees before a launch have a defined outcome."""
+"""Values on the device have a defined outcome even without a check before the launch."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_a_request_of_decode_with_a_negative_length_sees_nothing(length: int) ->
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches do not look at device data first, as on a GPU: what leaves the operands is a fault of the kernel."""
+    """Skip the device check before launches, as on a GPU: a kernel's access outside the operands is a fault."""
     monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.usefixtures("unchecked")
 def test_requests_of_prefill_end_with_the_table(arch: str) -> None:
-    """Longer ones have the keys that it has room for: no entry behind the end of a row is read."""
+    """Longer requests have the keys that the table has room for; no entry after the end of a row is read."""
     data = Batch([3, 9, 5], [48, 33, 48], heads=2, kv_heads=1, device="cpu")
     key, value, table = data.pages(16)
     table = table[:, :3].contiguous()
@@ -71,7 +71,7 @@ def test_requests_of_prefill_end_with_the_table(arch: str) -> None:
 @pytest.mark.parametrize("kind", [DecodeBatch, MlaBatch])
 @pytest.mark.usefixtures("unchecked")
 def test_requests_of_decode_end_with_the_table(kind: type[DecodeBatch], heads: int) -> None:
-    """Requests of prefill do as well. What is kept in scratch is sized by the table as well."""
+    """Requests of prefill end with the table too. The table also bounds the scratch."""
     data = kind([1] * 3, [48, 33, 48], heads=heads, kv_heads=1, device="cpu")
     problem = data.decode(16)
     table = problem.page_table.key[:, :3].contiguous()
@@ -85,7 +85,7 @@ def test_requests_of_decode_end_with_the_table(kind: type[DecodeBatch], heads: i
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.usefixtures("unchecked")
 def test_requests_of_prefill_end_with_the_queries(arch: str) -> None:
-    """Nothing is written behind the output, whatever offsets say."""
+    """No write goes past the output, for any offsets."""
     data = Batch([3, 9, 5], [48, 33, 48], heads=2, kv_heads=1, device="cpu")
     key, value, table = data.pages(16)
     with emulator.use(arch):
@@ -100,14 +100,14 @@ def test_requests_of_prefill_end_with_the_queries(arch: str) -> None:
 @pytest.mark.parametrize("kind", [DecodeBatch, MlaBatch])
 @pytest.mark.usefixtures("unchecked")
 def test_requests_of_decode_end_with_their_bound(kind: type[DecodeBatch], heads: int) -> None:
-    """Requests with more new tokens than the bound, or than there are queries, count as having as many as that."""
+    """A request with more new tokens than the bound, or than queries, counts as having the smaller number."""
     data = kind([1, 1, 1], [700, 33, 600], heads=heads, kv_heads=1, device="cpu")
     problem = data.decode(16, ragged=True)
     want = execute(problem).clone()
     for start, end in ((2, 10), (2, 2**31 - 1)):
         places = data.ints([0, 1, start, end])
         assert torch.equal(execute(replace(problem, q_offsets=TokenOffsets(places))), want)
-    # Requests have three tokens, of which the first ones alone are written.
+    # Requests have three tokens, and only the first ones are written.
     query, out = (torch.full((9, *rows.shape[1:]), 7.0, dtype=data.dtype) for rows in (problem.query, want))
     query[::3] = problem.query
     longer = replace(problem, query=query, out=out, q_offsets=TokenOffsets(data.ints([0, 3, 6, 9])))

@@ -1,4 +1,4 @@
-"""Division by numbers that are known before those which they divide: device arithmetic, on the host."""
+"""Division by divisors known in advance: device arithmetic, on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a warp writes: every element of its valid rows once and nothing else, whatever the output's width."""
+"""The stores of a warp: every element of its valid rows once and nothing else, for any output width."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 
 pytestmark = pytest.mark.traced
 
-# What a warp holds its rows in, the columns of the output that it writes, and those that it holds at a time.
+# The form of a warp's rows, the output columns that it writes, and the columns that it holds at a time.
 WIDTHS = sorted({(c.head_dim_v // c.v_splits, c.depth[1]) for c in shipped_configs()})
 LANE_WIDTHS = sorted({(v, LaneRow.pass_columns) for _, v in Sm100PrefillConfig.tiles})
 CASES = [*((RowFragment, *width) for width in WIDTHS), *((LaneRow, *width) for width in LANE_WIDTHS)]
 # Rows that are staged as float32: whole passes of 32 columns, and the half of one.
 FLOAT_WIDTHS = [16, 80, 128]
 FLOAT_CASES = list(itertools.product((ConvertedRows, E4m3Rows), (RowFragment, SplitRowFragment), FLOAT_WIDTHS))
-STAGING = 5 * STAGING_BYTES  # the warp's own, among those of others
+STAGING = 5 * STAGING_BYTES  # the warp's own, among other warps' staging
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,15 @@ def test_the_lanes_of_a_quad_hold_each_column_once(fragment: Any, monkeypatch: p
 
 
 def test_pairs_of_split_rows_cannot_be_staged() -> None:
-    """stmatrix would put them into the columns of other rows' fragments."""
+    """stmatrix would put such pairs into the columns of other rows' fragments."""
     assert not hasattr(SplitRowFragment, "stage")
 
 
 class Warp(Lanes):
-    """Lanes that meet where the warp synchronises, and their staging.
+    """Lanes that meet at warp synchronisations, and their staging.
 
-    Between two meetings no lane may read what another one writes; a plain dict would hide such a race most of the time,
-    so each word remembers the phase in which it was written or read last.
+    Between two meetings, no lane may read another lane's writes. A plain dict would hide such a race most of the time,
+    so each word records the phase of its last write or read.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
@@ -88,7 +88,9 @@ class Warp(Lanes):
         self.meet()
 
     def _store_matrices(self, address: int, words: list[Any]) -> None:
-        """A lane's i-th word belongs to row lane // 4 of the i-th matrix, whose row addresses lanes 8 i ... give."""
+        """Store matrices: a lane's i-th word belongs to row lane // 4 of the i-th matrix; lanes 8 i ... give its row
+        addresses.
+        """
         assert address % copy.VECTOR_BYTES == 0
         lane, sent = self.own.lane, self.exchange(address)
         for i, word in enumerate(words):
@@ -103,7 +105,7 @@ class Warp(Lanes):
         self._words[place], self._written[place] = word, self.own.phase
 
     def _words_at(self, address: int, count: int) -> list[int]:
-        """The places of the words at an address that this lane reads or writes."""
+        """Return the places of this lane's words at an address."""
         assert address % (4 * count) == 0
         assert STAGING <= address < STAGING + STAGING_BYTES
         self._accesses[self.own.lane].append((address, 4 * count))
@@ -129,7 +131,7 @@ class Warp(Lanes):
             work()
 
         super().run(of_lane)
-        # So many lanes at a time are served as access 128 bytes.
+        # This number of lanes, served together, accesses 128 bytes.
         for accesses in zip(*self._accesses, strict=True):
             ((size, count),) = Counter(size for _, size in accesses).items()
             assert count == 32
@@ -139,8 +141,10 @@ class Warp(Lanes):
 
 
 def assert_no_bank_conflict(addresses: Sequence[int], most: int = 1) -> None:
-    """Some lanes access 128 bytes: where these differ, they lie in different ones of the 32 banks, or up to ``most`` of
-    them in the same."""
+    """Check the banks of lanes that together access 128 bytes.
+
+    Different words are in different ones of the 32 banks, or up to ``most`` of them in the same bank.
+    """
     assert 128 % len(addresses) == 0
     assert max(Counter(address % 128 for address in set(addresses)).values()) <= most
 
@@ -155,7 +159,7 @@ SHAPES = [TileShape.of(heads, 128) for heads in (1, 2, 5, 7, 16)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_query_rows(shape: TileShape) -> None:
-    """A tile's warps have each token of each head once. What is left over has no token of the tile."""
+    """A tile's warps have each token of each head once. Rows left over have no token of the tile."""
     found = []
     for first_row in range(0, 128, RowFragment.warp_rows):
         rows = QueryRows(first_row, shape)
@@ -195,7 +199,7 @@ def test_rows_of_several_heads_are_written_once(shape: TileShape, warp: Warp, mo
 def test_rows_are_written_once(
     kind: Any, columns: int, held: int, count: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elements are numbered; a row's factor depends on the row. 16 bytes go out at a time, aligned."""
+    """Elements are numbered; a row's factor depends on the row. Stores take 16 bytes at a time, aligned."""
     stored: list[tuple[int, list[tuple[float, float]]]] = []
     monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
     monkeypatch.setattr(copy, "store_global", lambda address, words: stored.append((address, words)))
@@ -236,8 +240,10 @@ def test_rows_are_written_once(
 def test_rows_staged_as_floats_are_written_once(
     rows_out: Any, kind: Any, columns: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above shows holds for fragments whose neighbours are not a lane's pairs, and for output of 8 bits:
-    then 8 bytes go out at a time. Two rows' stores may share banks."""
+    """The property above also holds for fragments whose neighbours are not a lane's pairs, and for 8-bit output.
+
+    8-bit output is stored 8 bytes at a time. Two rows' stores may share banks.
+    """
     warp.most_in_a_bank = 2
     stored: list[tuple[int, list[tuple[float, ...]]]] = []
     monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
@@ -278,7 +284,7 @@ def test_rows_staged_as_floats_are_written_once(
 
 class TestLaneRow:
     def test_a_part_is_the_row_itself(self) -> None:
-        """What is written to a part of a part is the row's."""
+        """A write to a part of a part goes to the row."""
         row = LaneRow([float(c) for c in range(64)], 64)
         part = row.part(8, 32).part(4, 16)
         assert part.columns == 16
@@ -287,7 +293,9 @@ class TestLaneRow:
         assert [c for c in range(64) if row.get(0, c) != c] == [15]
 
     def test_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Two columns in each, the left one in the lower half; times a factor for the output, as they are for P."""
+        """Each word has two columns, the left one in the lower half, times a factor for the output, in
+        the form of P.
+        """
         monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (dtype, low, high))
         part = LaneRow([float(c) for c in range(64)], 64).part(32, 32)
         assert part.words(8, 4, "bf16") == [("bf16", 40.0, 41.0), ("bf16", 42.0, 43.0)]
@@ -308,7 +316,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, Memory]:
 
 
 def test_statistics(memory: dict[int, Memory]) -> None:
-    """Each row and head gets a pair; rows past the request's end belong to another one."""
+    """Each row and head gets a pair; rows past the request's end belong to another request."""
     rows = StatisticsRows(address=4096, first=30, row=6, count=3)
     for row in range(5):
         StatisticsRows.store.__wrapped__(rows, row, 10.0 + row, 20.0 + row)
@@ -333,7 +341,7 @@ def test_nothing_is_written_without_a_tensor(memory: dict[int, Memory]) -> None:
 
 
 class TestRowResults:
-    """A row's end: slope 0.5, position 100 + row, so a shift of half of that."""
+    """The end of a row, with slope 0.5 and position 100 + row, so a shift of half of that."""
 
     def results(self) -> RowResults:
         score = SimpleNamespace(
@@ -349,7 +357,9 @@ class TestRowResults:
     def test_finish(
         self, lane: int, lanes_per_row: int, writes: int, memory: dict[int, Memory], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One lane of a row writes; all get the factor. Logits of a row are relative to its shift, the sink is not."""
+        """One lane of a row writes; all lanes get the factor. Logits are relative to the row's shift,
+        the sink is not.
+        """
         host_math.use(monkeypatch, RowResults, LseRows, StatisticsRows)
         monkeypatch.setattr(cute.arch, "lane_idx", lambda: lane)
         asked: list[tuple[Any, ...]] = []
@@ -366,7 +376,7 @@ class TestRowResults:
         assert memory == ({4096: pytest.approx(lse), 8192: statistics} if writes else {})
 
     def test_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The tile begins at row 256 of its request, and is that of head 2 of 6."""
+        """The tile begins at row 256 of its request, and belongs to head 2 of 6."""
         monkeypatch.setattr(epilogue, "load_sink", lambda address, head: (address, head))
         request = SimpleNamespace(index=2, lse_start=1000, o_start=2000, first_position=-3)
         tile = SimpleNamespace(request=request, first_row=256, head=2)

@@ -1,4 +1,4 @@
-"""The hash that the cache keeps kernels under: it changes with everything that kernels are compiled from."""
+"""The cache's hash of kernels: it changes with every source that kernels are compiled from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compiler(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Compile
 
 @pytest.fixture
 def sources(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A copy of the package's sources, which stands for the sources that this process has imported."""
+    """Return a copy of the package's sources, in place of the sources that this process has imported."""
     copied = tmp_path / "copy" / "kernels"
     shutil.copytree(SOURCES, copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(fingerprint, "SOURCES", copied)
@@ -85,7 +85,7 @@ class TestFingerprint:
         assert fingerprint.of_disk() != fingerprint.IMPORTED
 
     def test_kernels_are_made_of_nothing_else(self) -> None:
-        """Traced code imports no other part of hopwell: a change there could not be seen."""
+        """Traced code imports no other part of hopwell, because the hash would not see a change there."""
         traced = [*(SOURCES / "config").glob("*.py"), SOURCES / "launch" / "arguments.py"]
         for path in (*traced, *(SOURCES / "parts").rglob("*.py"), *(SOURCES / "sm90").rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):

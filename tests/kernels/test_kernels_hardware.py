@@ -1,4 +1,4 @@
-"""The limits of the architectures, and that the emulator has the same."""
+"""The limits of the architectures, equal to the emulator's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Imports have a direction: no modules import each other in a circle, neither at the top nor inside functions, and
-``layouts`` knows next to nothing of kernels."""
+"""Imports have a direction: no import cycles, at the top or inside functions, and ``layouts`` barely uses kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ PACKAGES = {"api": "hopwell"} | {name: f"hopwell.{name}" for name in ("kernels",
 
 
 def module_files() -> dict[str, pathlib.Path]:
-    """Files of all modules by name; those of api/ are the package itself."""
+    """Return the files of all modules by name; files of api/ are the package itself."""
     found = {}
     for folder, package in PACKAGES.items():
         for file in (ROOT / folder).rglob("*.py"):
@@ -28,7 +27,7 @@ FILES = module_files()
 
 
 def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker reads."""
+    """Yield all nodes, except imports for type checkers."""
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
             yield child

@@ -1,4 +1,4 @@
-"""How K and V are fetched: by page sizes and strides."""
+"""Selection of the K and V fetch, by page sizes and strides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
 class TestKvFetch:
     @pytest.mark.parametrize(("page_size", "box_rows"), [(3, 0), (12, 0), (24, 8), (48, 16), (96, 32), (960, 64)])
     def test_pages_of_other_sizes_are_divided(self, page_size: int, box_rows: int) -> None:
-        """Boxes have as many rows as divide a page and a tile, and kernels for powers of two keep their shifts."""
+        """Boxes have a number of rows that divides a page and a tile; kernels for powers of two keep their shifts."""
         config = resolve(paged(*cache("tuple-HND", page_size, (128, 128))), ARCH)
         assert config.uneven_pages
         assert config.name.endswith("_uneven")
@@ -95,11 +95,11 @@ class TestKvFetch:
     @pytest.mark.parametrize("pages", [1, 5])
     @pytest.mark.parametrize("heads", [1, 3])
     def test_strides_reach_every_element(self, heads: int, pages: int, form: str) -> None:
-        """The strides that kernels get address the same elements as the view, also where they were replaced."""
+        """The strides that kernels get address the same elements as the view, including replaced strides."""
         for view in cache(form, 16, (128, 128), pages=pages, heads=heads):
             page, head = page_and_head_stride(view)
             for p, h in itertools.product(range(pages), range(heads)):
                 assert p * page + h * head == p * view.stride(0) + h * view.stride(1)
-            # What a TMA box addresses: slots one head stride apart.
+            # A TMA box addresses slots one head stride apart.
             assert head > 0
             assert page % head == 0

@@ -1,7 +1,7 @@
-"""Where the fetching warps find K and V: every token in its place, and no page id read that need not be valid.
+"""The KV source of fetching warps: every token in its place, and no read of a page id that may be invalid.
 
-Address arithmetic and the order of instructions run on the host here, a lane at a time; that copies arrive is for the
-emulator and the GPU.
+Address arithmetic and the order of instructions run on the host here, one lane at a time. Tests in the emulator and on
+the GPU cover the arrival of copies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
     return host_warp(monkeypatch)
 
 
-# First and last key of interest: whole requests, parts of pages and tiles, and what a window leaves.
+# First and last key of interest: whole requests, parts of pages and tiles, and the keys inside a window.
 RANGES = [(0, 1), (0, 7), (0, 8), (0, 129), (0, 300), (5, 6), (64, 300), (127, 129), (200, 300), (255, 300)]
 
 
@@ -103,7 +103,9 @@ class TestLocate:
 
     @pytest.mark.parametrize("page_size", [1, 16])
     def test_rows_of_lists(self, page_size: int, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Tokens as they are listed, wherever their pages are; none for negative ones, and none past the list."""
+        """Tokens come in the order of the top-k indices, from any page; negative indices and the end of the list give
+        none.
+        """
         config = next(config for config in shipped_mla_configs() if config.sparse)
         operand = one_for_each(PageRows)[0].operand(page_size)
         request = SimpleNamespace(index=REQUEST, kv_len=70)
@@ -150,8 +152,9 @@ def places(source: Any, stage: int) -> dict[tuple[int, int, int], int]:
 class TestStages:
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows)
     def test_vectors_fill_a_stage(self, case: Case) -> None:
-        """Every 16 bytes of a stage belong to one vector of one row, padded columns included; 128 bytes of a row lie
-        together."""
+        """Every 16 bytes of a stage belong to one vector of one row, padded columns included; 128 bytes of a row are
+        together.
+        """
         source = case.source()
         assert case.columns % BLOCK_COLUMNS == 0
         assert case.head_dim <= case.depth <= case.columns < case.head_dim + BLOCK_COLUMNS
@@ -168,7 +171,7 @@ class TestStages:
 
     @cases(PageBoxes)
     def test_a_box_of_a_page_is_one_piece_of_a_stage(self, case: Case) -> None:
-        """Box i lands where rows [i * box_rows, (i + 1) * box_rows) are."""
+        """Box i fills rows [i * box_rows, (i + 1) * box_rows)."""
         for (row, _, _), address in places(case.source(), 0).items():
             assert (address - SHARED) // (case.box_rows * case.columns * 2) == row // case.box_rows
 
@@ -187,7 +190,7 @@ class Line(NamedTuple):
 
 
 def lines(case: Case, coordinates: tuple[int, ...]) -> list[Line]:
-    """Return what a box holds, 128 bytes after 128 bytes."""
+    """Return the contents of a box, in runs of 128 bytes."""
     if case.kind is PageBoxes:
         *corner, core_matrix, slot = coordinates
         blocks = case.columns // BLOCK_COLUMNS
@@ -200,7 +203,7 @@ def lines(case: Case, coordinates: tuple[int, ...]) -> list[Line]:
 
 
 def largest_page(case: Case) -> int:
-    """Tokens of a page, as many as may be fetched in boxes like these."""
+    """Return the largest page whose tokens these boxes can fetch."""
     fitting = [size for size in (16, 32, 64, 1024) if min(math.gcd(size, case.tile_n), MAX_BOX_ROWS) == case.box_rows]
     return fitting[-1] if fitting else case.box_rows or 16
 
@@ -208,8 +211,7 @@ def largest_page(case: Case) -> int:
 class TestBoxes:
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
     def test_boxes_cover_a_stage(self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every row and column block comes once, where consumers look for it, and as many bytes come as are waited
-        for."""
+        """Every row and column block comes once, at the consumers' place, and the bytes equal the expected bytes."""
         page_size, tile, stage = largest_page(case), 2, 1
         end = (tile + 1) * case.tile_n
         table = put_table(monkeypatch, page_size, 0, end)
@@ -246,8 +248,10 @@ class TestBoxes:
     def test_rows_that_are_not_needed_become_zeros(
         self, case: Case, lanes: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """This happens in V only, and in this order: the boxes have arrived, zeros are written, consumers may read. As
-        many lanes arrive as the edge counts."""
+        """Only V has zeroed rows, in this order: boxes arrive, zeros are written, consumers may read.
+
+        The number of arriving lanes equals the edge's count.
+        """
         tile_n, step = case.tile_n, 3
         value = case._replace(is_value=True)
         after = ((tile_n - 1, 2 * tile_n), (tile_n + 5, 2 * tile_n))
@@ -263,13 +267,13 @@ class TestBoxes:
                 assert warp.named("expect") == [(barrier, source.tile_bytes)]
                 assert {event[2] for event in warp.named("box")} == {barrier}
                 assert warp.named("wait") == ([] if whole else [("partial", 5 & 1)])
-                # The lane that expects the bytes of whole tiles arrives thereby, and for all others.
+                # The lane that expects the bytes of whole tiles arrives with that instruction, and for all other lanes.
                 arrivals = lanes - 1 if whole else int(warp.lane < lanes)
                 assert warp.named("arrive") == [("full 1",)] * arrivals
                 if not whole:
                     order = [name for name in warp.order if name not in ("zero", "sync", "fence", "arrive")]
                     assert order == ["expect", "box", "wait"]
-                    # Zeros come after the wait and are fenced off before the arrival.
+                    # Zeros come after the wait and before a fence and the arrival.
                     assert "zero" not in warp.order[: warp.order.index("wait")]
                     assert warp.order[-3:] == ["fence", "sync", "arrive"] or not arrivals
                 zeroed += [address for (address,) in warp.named("zero")]
@@ -278,7 +282,7 @@ class TestBoxes:
 
     @cases(ContiguousBoxes)
     def test_tiles_come_once_from_right_to_left(self, case: Case, warp: Warp) -> None:
-        """Partial ones, at either end and past the last key, come by way of the barrier of their own."""
+        """Partial tiles, at either end and past the last key, use a barrier of their own."""
         n = case.tile_n
         for first, end in (
             (0, 5 * n),
@@ -303,7 +307,7 @@ class TestBoxes:
 
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
     def test_keys_are_left_alone(self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Scores of keys that nobody may see are masked, so whatever lies there may be multiplied."""
+        """Scores of invisible keys are masked, so any data there may be multiplied."""
         put_table(monkeypatch, case.box_rows or 16, 0, case.tile_n)
         source = case._replace(is_value=False).source(3, 9, case.box_rows or 16)
         location = ([0] * 32, [0] * 32) if case.box_rows else 0
@@ -313,7 +317,7 @@ class TestBoxes:
 
 
 def copies(source: Any, rows: list[int], stage: int, warp: Warp) -> dict[int, int | None]:
-    """Return what a warp copies to each 16 bytes of a stage, None for zeros; row i is at address ``rows[i]``."""
+    """Return a warp's copies to each 16 bytes of a stage, None for zeros; row i is at address ``rows[i]``."""
     of_groups = [rows[i : i + 32] for i in range(0, len(rows), 32)]
     for warp.lane in range(32):
         before = len(warp.events)
@@ -335,7 +339,7 @@ def row_addresses(tile_n: int) -> list[int]:
 
 @pytest.mark.parametrize("head_dim", DECODE_HEAD_DIMS)
 def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
-    """They are fetched as 16-bit ones of half as many columns, with half the strides."""
+    """The fetch treats them as 16-bit elements with half the columns and half the strides."""
     of = ("sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_ROWS, 0)
     g = geometry(16)
     for make in (KvOperand.key, KvOperand.value):
@@ -349,7 +353,7 @@ def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
 class TestRows:
     @cases(PageRows)
     def test_every_vector_is_copied_or_zeroed_once(self, case: Case, warp: Warp) -> None:
-        """A row's own vectors come from the row; the rest of its column blocks, and rows not needed, become zeros."""
+        """A row's own vectors come from the row; the rest of its column blocks, and unneeded rows, become zeros."""
         stage, rows, source = 1, row_addresses(case.tile_n), case.source()
         written = copies(source, rows, stage, warp)
         assert set(written) == set(places(source, stage).values())
@@ -360,7 +364,7 @@ class TestRows:
             assert written[address] == want, (row, vector)
 
     def test_the_table_is_read_a_tile_ahead(self, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its latency passes behind the copies of the tile before; stages are filled from the last tile on."""
+        """The copies of the tile before hide the read's latency; stages are filled from the last tile on."""
         case = one_for_each(PageRows)[0]
         source, ring, events = case.source(end_key=3 * case.tile_n), Ring(), []
         monkeypatch.setattr(PageRows, "read_table", lambda self, tile: events.append(("read", tile)) or tile)

@@ -1,7 +1,7 @@
 """Masks against brute force: the keys of a row, the tiles of a query tile, and the predicate inside a tile.
 
-The device code of a mask is arithmetic on Int32, which the DSL also evaluates on the host, so what runs here is what is
-traced into the kernels.
+The device code of a mask is arithmetic on Int32. The DSL evaluates it on the host too, so these tests run the same code
+that is traced into the kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hopwell.kernels.parts.rows.mask import DraftMask, IntervalMask, LogitRow, T
 from hopwell.kernels.problem import Mask, MaskKind
 from hopwell.kernels.registry import resolve
 
-# The DSL warns where a value does not fit its type and would wrap around on the device.
+# The DSL warns about values that do not fit their type and would wrap around on the device.
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")]
 
 INT32_MAX = 2**31 - 1
@@ -41,7 +41,7 @@ CHUNKS = (
     1024,
     2**30,
     INT32_MAX,
-)  # below, at and above the tile sizes that they are tested with
+)  # below, at and above the tested tile sizes
 MASKS = [
     Mask(MaskKind.FULL),
     Mask(MaskKind.CAUSAL),
@@ -68,7 +68,7 @@ def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
 
 
 def traced(mask: Mask) -> IntervalMask:
-    """Return the device code's mask, with the size that a launch passes for ``mask``."""
+    """Return the device code's mask, with the launch's size for ``mask``."""
     problem = paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)
     passed = geometry(problem, resolve(problem, "sm_90a"))
     return IntervalMask(mask.kind, Int32(passed.mask_size))
@@ -127,7 +127,7 @@ def check_tiles(mask: Mask, device: IntervalMask, q_len: int, kv_len: int, tile_
         unmasked = set(range(keys.full_begin * tile_n, keys.full_end * tile_n))
         assert all(unmasked <= row for row in rows), case
 
-        # The consumers' loops: the last tile is masked, tiles before it only where the mask has that edge.
+        # The consumers' loops: the last tile is masked, earlier tiles only at that edge of the mask.
         if keys.begin < keys.end:
             assert keys.full_end <= keys.end - 1, case
             if not device.has_diagonal:
@@ -135,7 +135,7 @@ def check_tiles(mask: Mask, device: IntervalMask, q_len: int, kv_len: int, tile_
             if not device.has_left_edge:
                 assert keys.full_begin == keys.begin, case
 
-        # No tile pays for the predicate without need, but for the last one and tiles that one row cuts.
+        # No tile takes the predicate without need, except the last one and tiles that one row cuts.
         for tile in range(keys.begin, keys.end - 1):
             whole = set(range(tile * tile_n, (tile + 1) * tile_n))
             if all(whole <= row for row in rows):
@@ -144,7 +144,7 @@ def check_tiles(mask: Mask, device: IntervalMask, q_len: int, kv_len: int, tile_
 
 @pytest.mark.parametrize("mask", MASKS, ids=name)
 def test_tiles_of_small_requests(mask: Mask) -> None:
-    """All lengths around a few tiles of 4 keys are tried, requests with fewer keys than queries among them."""
+    """All lengths around a few tiles of 4 keys, with requests of fewer keys than queries among them."""
     device = traced(mask)
     for q_len, kv_len in itertools.product(range(1, 9), range(18)):
         check_tiles(mask, device, q_len, kv_len, 3, 4)
@@ -168,7 +168,7 @@ def test_tiles_of_the_shipped_sizes(tile_m: int, tile_n: int, mask: Mask) -> Non
 
 @pytest.mark.parametrize("left", [2**30, INT32_MAX - 1, INT32_MAX])
 def test_a_window_wider_than_all_keys_is_causal(left: int) -> None:
-    """This holds for rows in front of the first key too, whose position minus the window does not fit 32 bits."""
+    """Rows before the first key are included; their position minus the window does not fit 32 bits."""
     causal, window = traced(Mask(MaskKind.CAUSAL)), traced(Mask(MaskKind.SLIDING_WINDOW, left))
     for position, kv_len in ((-1000, 5), (-1, 5), (0, 5), (4, 5), (100_000, 131_072)):
         assert list(map(host, window.keys(Int32(position), Int32(kv_len)))) == [
@@ -194,7 +194,7 @@ def test_chunks_up_to_the_last_position(chunk: int) -> None:
 
 @pytest.mark.parametrize("tile_n", sorted({n for _, n in SIZES}))
 def test_tiles_of_chunks_of_long_requests(tile_n: int) -> None:
-    """Only tiles of the rows' own chunks are visited, however many keys lie before them."""
+    """Only tiles of the rows' own chunks are visited, for any number of earlier keys."""
     kv_len = 2**31 - 256
     for chunk in (1, 32, 64, 128, 256, 8192, 2**30):
         device = traced(Mask(MaskKind.CHUNKED, chunk=chunk))
@@ -221,7 +221,7 @@ def test_a_chunk_wider_than_all_keys_is_causal() -> None:
 
 
 class Scores:
-    """A RowFragment on the host: which of its elements the predicate leaves."""
+    """A RowFragment on the host, with the elements that the predicate keeps."""
 
     rows = RowFragment.rows
     row_offset = staticmethod(RowFragment.row_offset)
@@ -256,7 +256,7 @@ class HolesMask(IntervalMask):
 
 @pytest.mark.parametrize("kind", [MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW])
 def test_every_tile_of_a_mask_with_holes_takes_the_predicate(kind: MaskKind) -> None:
-    """The range of tiles is that of the interval."""
+    """The range of tiles equals the interval's range."""
     plain, holes = IntervalMask(kind, Int32(70)), HolesMask(kind, Int32(70))
     for first, last, kv_len in ((0, 15, 16), (300, 331, 332), (300, 331, 900)):
         keys, want = tile_range(holes, first, last, kv_len, 16), tile_range(plain, first, last, kv_len, 16)
@@ -274,7 +274,7 @@ def test_draft_masks_have_no_holes_before_the_first_new_token() -> None:
 
 
 def test_lanes_share_out_a_tile(lane: dict[str, int]) -> None:
-    """Each element of a warp's 16 rows and all columns belongs to one lane and one register of it."""
+    """Each element of a warp's 16 rows and all columns belongs to one lane and one of its registers."""
     tile_n = 64
     columns = tile_n // RowFragment.lanes_per_row
     elements = []

@@ -1,4 +1,4 @@
-"""Which MLA kernel serves which problem, and what the shipped ones need."""
+"""MLA kernel selection for each problem, and the resource needs of the shipped kernels."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_every_kernel_fits(config: MlaConfig) -> None:
     assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
     assert 2 * sum(config.kv_dims) == config.head_dim_qk * config.q_bytes
     kinds = type(kernel).__mro__
-    last = SwapABDecodeSm90 if config.has_tree else MlaSm90  # whose docstring those of its kinds add to
+    last = SwapABDecodeSm90 if config.has_tree else MlaSm90  # subclasses extend the docstring of this class
     docs = "".join(kind.__doc__ or "" for kind in kinds[: kinds.index(last) + 1])
     for edge in kernel.edges:
         assert re.search(rf"\b{edge.name}\b", docs)
 
 
 def test_queries_of_bytes() -> None:
-    """They are multiplied as they are over caches of bytes, with an output of bfloat16 where none is given."""
+    """Byte queries over byte caches are multiplied unchanged, with a bfloat16 output by default."""
     base = problem(dtype=FP8)
     config = resolve_mla(base, ARCH)
     assert (config.dtype, config.out_dtype, config.kv_type) == ("e4m3", "bf16", KvType.WIDE)
@@ -127,7 +127,7 @@ def test_run_time_facts_do_not_make_other_kernels() -> None:
     [(16, 1, 16, 16), (8, 2, 16, 16), (1, 1, 16, 16), (17, 1, ROWS, ROWS), (16, 2, ROWS, 16), (3, 6, ROWS, 16)],
 )
 def test_few_rows_have_kernels_of_their_own(heads: int, q_len: int, rows: int, listed: int) -> None:
-    """Rows of all new tokens count together; with lists those of each token by itself."""
+    """Rows of all new tokens count together; with top-k indices, the rows of each token count alone."""
     dense = problem(query=empty(60, heads, 576), max_q_len=q_len)
     sparse = replace(dense, page_table=None, token_table=empty(60, 64, dtype=torch.int32))
     assert [resolve_mla(of, ARCH).rows for of in (dense, sparse)] == [rows, listed]
@@ -165,7 +165,7 @@ def test_only_lists_go_without_a_rotary_part() -> None:
 
 
 def test_so_many_keys_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fractions of all steps have to fit 32 bits, where requests are not cut by their own lengths alone."""
+    """Fractions of all steps have to fit 32 bits, unless requests are split by their own lengths alone."""
     base = replace(problem(query=empty(60, 128, 576)), batch=60, max_q_len=1)
     table = base.page_table
     assert table is not None
@@ -176,8 +176,9 @@ def test_so_many_keys_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("tokens", "heads", "is_cut_by_length"), [(90, 128, False), (89, 128, True), (60, 32, False)])
 def test_uneven_numbers_of_new_tokens_have_no_portions(tokens: int, heads: int, is_cut_by_length: bool) -> None:
-    """With fewer than three quarters of the new tokens that all requests could have, row tiles have unequal work, but
-    where there is one alone."""
+    """With fewer than three quarters of the maximum new tokens, row tiles have unequal work, unless there
+    is only one.
+    """
     ragged = replace(problem(query=empty(tokens, heads, 576)), batch=60, max_q_len=2)
     config = resolve_mla(ragged, ARCH)
     assert config.batch_invariant == is_cut_by_length

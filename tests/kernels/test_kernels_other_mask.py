@@ -1,6 +1,6 @@
-"""Masks that this project does not have, as docs/architecture.md describes how to add one.
+"""Masks from outside this project, added as docs/architecture.md describes.
 
-A mask that is an interval of keys takes a rule. One with holes takes a rule and a class with its predicate.
+A mask that is an interval of keys takes a rule. A mask with holes takes a rule and a class with its predicate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _to_itself(position: Any, size: Any) -> Any:
 
 
 class OtherKind(MaskKinds):
-    # Keys 0..p, and the first ``window_left`` for every row, as a prefix that sees itself as a whole.
+    # Keys 0..p, and the first ``window_left`` for every row: a prefix that sees itself completely.
     PREFIX = MaskRule("prefix", "prefix", "causal mask with a prefix", end=_end, size="window_left")
     # Every ``window_left``-th key before p, and p.
     DILATED = MaskRule("dilated", "dilated", "dilated causal mask", end=_to_itself, size="window_left")
@@ -71,7 +71,7 @@ def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.
 
 @pytest.mark.emulator
 def test_a_mask_is_its_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    # The name of a kernel in the cache does not say what the rule of a test was.
+    # A kernel's name in the cache does not contain the rule of a test.
     monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(reference, "visible", visible)
     mask = Mask(OtherKind.PREFIX, PREFIX)

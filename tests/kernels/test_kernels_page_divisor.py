@@ -7,8 +7,9 @@ from hopwell.kernels.support import MAX_PAGE_SIZE
 
 
 def test_division() -> None:
-    """It is computed like ``parts/load/page_size.py`` does, at the ends of pages, where a rounded multiplier would show
-    first."""
+    """The test computes like ``parts/load/page_size.py``, at the ends of pages, which show a rounded
+    multiplier first.
+    """
     for size in (size for size in range(1, MAX_PAGE_SIZE + 1) if size & (size - 1)):
         multiplier, shift = divmod(page_divisor(size), 1 << DIVISOR_BITS)
         assert multiplier < 1 << 32

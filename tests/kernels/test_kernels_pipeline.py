@@ -1,4 +1,4 @@
-"""Pipeline edges: what is refused, the barriers that come of them, and those of every shipped kernel."""
+"""Pipeline edges: their refusals, their barriers, and the edges of every shipped kernel."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_rings_have_the_names_of_edges() -> None:
 
 @dataclass
 class Barriers:
-    """mbarriers by number, on the host: arrive counts, and how many phases have completed."""
+    """mbarriers by number, on the host: arrive counts, and the number of completed phases."""
 
     counts: dict[int, int] = field(default_factory=dict)
     completed: dict[int, int] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Barriers:
         self.counts[barrier] = count
 
     def passes(self, barrier: Any, parity: Any) -> bool:
-        """mbarrier.try_wait.parity: whether the phase of that parity has completed (PTX ISA)."""
+        """Whether the phase of this parity has completed, as mbarrier.try_wait.parity (PTX ISA)."""
         return (self.completed.get(int(barrier), 0) - 1) & 1 == int(parity)
 
 
@@ -145,7 +145,7 @@ class TestRing:
             assert waits(ring.wait_full, step)
             barriers.completed[full] = step // stages + 1
             assert not waits(ring.wait_full, step)
-            # Whoever gets the stage back by its release waits for that of this very step, the first ones included.
+            # The role that gets the stage back waits for the release of this very step, including the first steps.
             assert waits(ring.wait_released, step)
             barriers.completed[empty] = step // stages + 1
             assert not waits(ring.wait_released, step)
@@ -203,7 +203,9 @@ def kernels(dims: tuple[int, int]) -> list[PrefillSm90]:
 class TestPrefill:
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_edges(self, dims: tuple[int, int]) -> None:
-        """Stages hold whole tiles of whole column blocks, and every warp of the CTA but the producer waits for work."""
+        """Stages hold whole tiles of whole column blocks, and every warp of the CTA except the producer
+        waits for work.
+        """
         width_qk, width_v = (64 * math.ceil(dim / 64) for dim in dims)
         for kernel in kernels(dims):
             tile = kernel.tile
@@ -219,7 +221,7 @@ class TestPrefill:
             assert edges["work"].stage_bytes == work_queue_stride(WorkTile.INTS) * 4
             assert all(edge.producer_warps == 1 for edge in kernel.edges)
             assert all(edges[name].consumer_warps == consumers for name in "QKV")
-            # Copies of rows arrive for every lane, and nobody but the consumer can fence them.
+            # Copies of rows arrive for every lane, and only the consumer can fence them.
             rows = kernel.config.kv_fetch is KvFetch.PAGE_ROWS
             assert all((edges[name].producer_lanes, edges[name].consumer_fences) == (32, True) for name in "KV" if rows)
             assert all(e.producer_lanes == 1 and not e.consumer_fences for e in kernel.edges if not rows)
@@ -232,9 +234,9 @@ class TestPrefill:
             tile = kernel.tile
             q = tile.q_stages * tile.m * width_qk * 2
             kv = tile.kv_stages * tile.n * (width_qk + width_v) * 2
-            # Every warp stages the rows that it writes, also where two warpgroups share rows.
+            # Every warp stages its own output rows, including warpgroups that share rows.
             staging = tile.m * (2 if tile.splits_v else 1) * copy.SWIZZLE_ROW_BYTES
-            # A full and an empty one for each stage, and one for each loader's tiles that need zeroed rows.
+            # A full and an empty one for each stage, and one for each loader's tiles with zeroed rows.
             barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 2)
             assert (
                 kernel.shared_bytes == q + kv + staging + WORK_STAGES * work_queue_stride(WorkTile.INTS) * 4 + barriers
@@ -243,7 +245,7 @@ class TestPrefill:
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_sources(self, dims: tuple[int, int]) -> None:
-        """A box over all columns leaves no room for padding, so pages of padded columns come one block at a time."""
+        """A box over all columns leaves no room for padding, so pages with padded columns come one block at a time."""
         boxes = PageBoxes if all(dim % 64 == 0 for dim in dims) else PageColumnBoxes
         want = {KvFetch.CONTIGUOUS: ContiguousBoxes, KvFetch.PAGE_ROWS: PageRows, KvFetch.PAGE_BOXES: boxes}
         found = kernels(dims)
@@ -270,7 +272,7 @@ class TestPrefill:
             PrefillSm90(config)
 
     def test_description_is_in_the_docstring(self) -> None:
-        """Every edge of a kernel is drawn where a reader looks for it."""
+        """The class docstring draws every edge of a kernel."""
         for edge in PrefillSm90(SHIPPED[0]).edges:
             assert f"\n        {edge.name} " in (PrefillSm90.__doc__ or "")
             assert f"{edge.producer} -> " in (PrefillSm90.__doc__ or "")

@@ -1,4 +1,4 @@
-"""From a problem to what a kernel is called with: tensors at their addresses, strides and parameters in place."""
+"""From a problem to a kernel's arguments: tensors at their addresses, strides and parameters in place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def numbers(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
-    """A problem with all tensors that a kernel can get, and those by the names of the fields of Addresses."""
+    """Return a problem with every tensor that a kernel can take, and these tensors by the field names of Addresses."""
     key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)  # of NVFP4, two elements in a byte
     names = ("q_offsets", "o_offsets", "k_offsets", "v_offsets", "q_lens", "kv_lens", "lse_offsets", "skipped")
     tensors = {name: numbers(4) for name in names}
@@ -105,7 +105,7 @@ class TestOperands:
         assert {name for name, tensor in found.items() if tensor is not None} == there
 
     def test_scales(self) -> None:
-        """A scale is passed by value or read from memory; in the latter case its value must not count."""
+        """A scale is passed by value or read from memory; its value has no effect if it is read."""
         problem, _ = everything()
         plain = replace(problem, out_scales=None)
         assert host_scales(plain) == (1.0, 1.0)
@@ -113,7 +113,7 @@ class TestOperands:
         assert host_scales(replace(plain, output_scale=3.0)) == (1.0, 3.0)
 
     def test_factor_of_an_nvfp4_output(self) -> None:
-        """It is passed by value, and kernels multiply with what they read."""
+        """The factor is passed by value, and kernels multiply with the value that they read."""
         problem, _ = everything()
         assert host_scales(problem) == (1.0, 2.0)
         assert host_scales(replace(problem, output_scale=3.0)) == (1.0, 6.0)
@@ -165,7 +165,7 @@ class TestGeometry:
         [(1, 8, 8), (8, 4, 32), (32, 1, 32), (40, 1, 20), (36, 2, 36), (37, 1, 1), (128, 1, 32)],
     )
     def test_sections(self, monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, head_swizzle: int) -> None:
-        """Up to 33 KV heads for 132 SMs are in sections of one size."""
+        """Up to 33 KV heads for 132 SMs have sections of one size."""
         monkeypatch.setattr(geometry_module, "multiprocessors", lambda device: 132)
         views = cache("tuple-HND", 16, (128, 128), heads=kv_heads)
         assert self.of(paged(*views, query=empty(600, kv_heads * group, 128))).head_swizzle == head_swizzle
@@ -199,12 +199,12 @@ COUNTERS = SimpleNamespace(reserve=lambda: None, address=lambda: 77, bytes=8)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Return what compiled kernels are called with."""
+    """Return the arguments of compiled kernels' calls."""
     recorded: list[tuple[Any, ...]] = []
     monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: recorded.append(arguments))
     monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_90a")
     monkeypatch.setattr(plan, "tickets", lambda device, ints: COUNTERS)
-    monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)  # there is none in meta tensors
+    monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)  # meta tensors have no data
     return recorded
 
 

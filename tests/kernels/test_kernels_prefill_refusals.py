@@ -1,4 +1,4 @@
-"""What no prefill kernel of Hopper serves is refused with a reason."""
+"""Problems without a Hopper prefill kernel are refused with a reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD_DIMS = (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS)
 
 
 class TestRefusals:
-    """A problem without a kernel: NotImplementedError that names what was asked for and what there is."""
+    """A problem without a kernel raises NotImplementedError, which names the request and the alternatives."""
 
     @staticmethod
     def refusal(problem: AttentionProblem, arch: str = ARCH) -> str:
@@ -43,7 +43,7 @@ class TestRefusals:
         "dims",
         [
             *((dim, dim) for dim in (4, 12, 100, 264, 1024)),
-            # Widths that there are, but not together.
+            # Widths that exist, but not together.
             *((64, 32), (32, 64), (128, 64), (128, 192), (192, 64), (256, 128), (576, 512)),
         ],
         ids=str,
@@ -69,7 +69,7 @@ class TestRefusals:
         assert "torch.bfloat16, torch.float16" in message
 
     def test_queries_of_8_bits_over_nvfp4(self) -> None:
-        """Where kernels do not dequantize them entries do: e4m3 does not hold what elements times their scales are."""
+        """If kernels do not dequantize the queries, entries do: e4m3 cannot represent elements times their scales."""
         scales = BlockScales(*(empty(5, 2, 16, 8, dtype=torch.float8_e4m3fn) for _ in "kv"))
         query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
         key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)
@@ -89,7 +89,7 @@ class TestRefusals:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
     @pytest.mark.parametrize("dims", PrefillConfig.all_tiles(), ids=str)
     def test_head_dims_with_operands_of_8_bits(self, dims: tuple[int, int], dtype: torch.dtype) -> None:
-        """The table refuses those without a kernel, with the entry's name, before one is looked for."""
+        """The table refuses head dims without a kernel, with the entry's name, before kernel selection."""
         views = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
         problem = paged(*views, query=empty(600, 4, dims[0], dtype=dtype))
         if dims in FP8_HEAD_DIMS:
@@ -103,7 +103,7 @@ class TestRefusals:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str)
     @pytest.mark.parametrize("role", ["key", "value"])
     def test_keys_and_values_of_another_dtype(self, role: str, dtype: torch.dtype) -> None:
-        """The kernels read the cache as what the query is: another dtype would be computed with, wrongly."""
+        """The kernels read the cache in the query's dtype, so another dtype would give wrong results."""
         problem = paged(*cache("tuple-HND", 16, (128, 128)))
         message = self.refusal(replace(problem, **{role: getattr(problem, role).to(dtype)}))
         assert f"{role} dtype {dtype}" in message
@@ -116,7 +116,7 @@ class TestRefusals:
         assert f"1 to {MAX_PAGE_SIZE}" in message
 
     def test_contiguous_keys_of_any_number(self) -> None:
-        """Contiguous K is one page of all tokens, which is no page size."""
+        """Contiguous K is one page of all tokens, which is not a page size."""
         for tokens in (3, 24, 5000):
             key, value = (empty(tokens, 2, 128).transpose(0, 1)[None] for _ in range(2))
             assert resolve(contiguous(key, value), ARCH).kv_fetch is KvFetch.CONTIGUOUS

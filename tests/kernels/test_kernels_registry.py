@@ -1,4 +1,4 @@
-"""The list of implementations: what it serves, refuses and has compiled ahead."""
+"""The list of implementations: its supported problems, its refusals and its shipped kernels."""
 
 from __future__ import annotations
 

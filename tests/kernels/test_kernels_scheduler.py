@@ -1,4 +1,4 @@
-"""The list of query tiles, the requests behind them, and how a tile is passed on: device arithmetic, on the host."""
+"""The list of query tiles, the requests behind them, and the hand-over of a tile: device arithmetic, on the host."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Memory:
         self.arrays: dict[int, list[int]] = {}
 
     def put(self, values: list[int]) -> Int64:
-        """Return the address of ``values``, which the device reads as signed, whatever they were on the host."""
+        """Return the address of ``values``, which the device reads as signed, for any host type."""
         address = 4096 * (len(self.arrays) + 1)
         self.arrays[address] = [(value + 2**31) % 2**32 - 2**31 for value in values]
         return Int64(address)
@@ -79,7 +79,7 @@ class TestRequest:
         assert [r.index for r in got] == [0, 1, 2]
 
     def test_given_lengths_come_first(self, memory: Memory) -> None:
-        """Offset arrays then have one entry per request: none behind the last is read."""
+        """Offset arrays then have one entry per request, and no entry after the last is read."""
         a = ADDRESSES._replace(
             q_offsets=memory.put([0, 10]),
             k_offsets=memory.put([3, 50]),
@@ -161,8 +161,11 @@ class Requests:
         return TileSchedule(g, a, IntervalMask(self.kind, Int32(32 if self.kind is MaskKind.CHUNKED else 0)), 64, shape)
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """Return (request, first head, first row) of every tile. Requests one after the other, and sections of a
-        request's heads; later tiles, which see more keys, come first; the heads of a section run side by side."""
+        """Return (request, first head, first row) of every tile in order.
+
+        Requests come one after the other, and so do the sections of a request's heads. Later tiles, which see more
+        keys, come first. The heads of a section run side by side.
+        """
         head_swizzle = self.head_swizzle or self.heads
         return [
             (index, first + head, row)
@@ -184,7 +187,9 @@ def published(
     monkeypatch: pytest.MonkeyPatch,
     kind: type[TileSchedule] = TileSchedule,
 ) -> list[tuple[Any, ...]]:
-    """Return what the warp of a CTA does whose places in the list are these: its own number, and then by ticket."""
+    """Return the tiles published by a CTA's scheduler warp with these places in the list: its own number,
+    then tickets.
+    """
     warp, first = SchedulingWarp([place - GRID for place in places[1:]]), Int32(places[0])
 
     class Told(kind):  # type: ignore[misc, valid-type]
@@ -213,7 +218,7 @@ def published(
         Requests([129, 0, 257], [500, 9, 257], heads=6, kv_heads=6, head_swizzle=2),
         # More requests than lanes, and a warp's worth of them without any query.
         Requests([5] * 20 + [0] * 44 + [130, 1], [200] * 66, heads=2),
-        # Heads that share tiles: all of a KV head, and half of them.
+        # Packed heads: all heads of a KV head, and half of them.
         Requests([33, 0, 1], [600, 300, 1], heads=8, kv_heads=2, tile_heads=4),
         Requests([65, 64], [65, 300], heads=8, kv_heads=2, head_swizzle=4, tile_heads=2),
         Requests([40, 41, 7], [65, 300, 1], heads=6, kv_heads=2, tile_heads=3),
@@ -245,7 +250,7 @@ def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkey
 def test_halves_of_the_list_by_turns(
     requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every tile once; tickets are for the first and the second half of the list by turns."""
+    """Every tile comes once; tickets alternate between the first and the second half of the list."""
     listed, found = requests.listed(), {}
     for cta in range(ctas):
         tickets = [*range(cta, len(listed) + ctas, ctas)]
@@ -298,7 +303,9 @@ def test_tiles_cover_every_row_of_every_head(
 
 
 def test_every_tile_is_published_in_turn(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is posted, whoever publishes may do more for it; then there has to be room before the next is taken."""
+    """After a tile is posted, its publisher may do more work for it. The next tile then needs room before
+    it is taken.
+    """
     requests = Requests([200, 0, 5], [200, 0, 5], heads=2)
     events = published(requests, [*range(7)], memory, monkeypatch)
     told = [(name, place(rest[0])) if name in ("posted", "published") else (name,) for name, *rest in events]
@@ -312,7 +319,7 @@ def test_every_tile_is_published_in_turn(memory: Memory, monkeypatch: pytest.Mon
 
 
 def leaves(kind: type) -> Iterator[str]:
-    """Names of the integers in a tile, in the order in which the DSL takes it apart."""
+    """Yield names of the integers in a tile, in the order of the DSL's flattening."""
     for field in fields(kind):
         inner = field.type if is_dataclass(field.type) else None
         yield from leaves(inner) if inner else (f"{kind.__name__}.{field.name}",)  # type: ignore[arg-type]
@@ -354,5 +361,5 @@ class TestBoard:
         flat += [tile.head, tile.kv_head, tile.first_row]
         flat += [getattr(tile.keys, field.name) for field in fields(tile.keys)]
         assert flat == [100 + i for i in range(WorkTile.INTS)]
-        # The slot goes back when all lanes have read it.
+        # The slot is released when all lanes have read it.
         assert calls == [("wait", 3), ("read", 1), ("sync", 0), ("release", 3)]

@@ -1,4 +1,4 @@
-"""Scratch of our own: which launches share it, and that nothing which a graph has the address of is ever given back."""
+"""Private scratch: launches that share it, and memory that is never freed once a graph has its address."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def memory() -> Any:
 
 
 def address(memory: scratch.OwnScratch, size: int) -> int:
-    """Return where a launch finds its memory: first calls ask for the tensor, repeated ones for the address."""
+    """Return the memory that a launch finds: first calls ask for the tensor, repeated calls for the address."""
     first = memory.tensor(size, "workspace_bytes").data_ptr()
     assert memory.address(size) == first
     return first
@@ -53,7 +53,7 @@ def test_streams_have_memory_of_their_own(streams: Streams, memory: Any) -> None
 
 
 def test_captured_launches_have_other_memory_than_eager_ones(streams: Streams, memory: Any) -> None:
-    """A graph is replayed on any stream, beside eager launches on the one that it was captured on."""
+    """A graph may be replayed on any stream, beside eager launches on the capture stream."""
     eager = address(memory, 100)
     streams.capturing = True
     captured = address(memory, 100)

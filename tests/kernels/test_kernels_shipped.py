@@ -1,4 +1,4 @@
-"""What is compiled ahead is what calls with plain scores ask for, and nothing twice."""
+"""Shipped kernels are exactly the kernels of calls with plain scores, each once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPERANDS = {
 def problem(
     dims: tuple[int, int], dtypes: tuple[torch.dtype, ...], page_size: int | None, mask: Mask, q_len: int
 ) -> AttentionProblem:
-    """Make a problem of four heads that share one of K and V. Only shapes and types count."""
+    """Make a problem of four query heads with one KV head. Only shapes and types count."""
     query, cache, out = dtypes
     rows = page_size or 1000
     key, value = (torch.empty(2, 1, rows, dim, device="meta", dtype=cache) for dim in dims)
@@ -59,7 +59,7 @@ def problem(
 @pytest.mark.parametrize("types", PREFILL_TYPES)
 def test_calls_find_their_kernels(types: str, arch: str) -> None:
     shipped = {config.name for config in kernels_to_ship(arch, (types,)) if config.family is Family.PREFILL}
-    head_dims = prefill_type(arch).tiles if types == TYPES_16BIT else FP8_HEAD_DIMS  # others are compiled on demand
+    head_dims = prefill_type(arch).tiles if types == TYPES_16BIT else FP8_HEAD_DIMS  # all others are compiled on demand
     masks = [Mask(kind, window_left=left, chunk=64) for kind in MASKS for left in (100, 1000)]
     for dims, dtypes, page_size, mask, q_len in itertools.product(
         [dims for dims in DIMS if dims in head_dims], OPERANDS[types], (None, 1, 8, 16, 128), masks, (4, 300)
@@ -78,7 +78,7 @@ def test_every_kernel_once() -> None:
 
 
 def test_types_are_asked_for() -> None:
-    """If nothing is asked for, they are those of one 16-bit dtype and all other families, but for MLA of bytes."""
+    """The default types are one 16-bit dtype and all other families, except MLA of bytes."""
     for arch in ("sm_90a", "sm_100a", "sm_103a", "sm_120a"):
         every = [config for family in Family for config in shipped_configs(arch, family)]
         assert list(kernels_to_ship(arch)) == [config for config in every if not config.name.startswith(BYTE_MLA)]

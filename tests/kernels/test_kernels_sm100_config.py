@@ -1,4 +1,4 @@
-"""Blackwell's prefill kernels: which serves which problem, and what their tiles, registers and edges must satisfy."""
+"""Blackwell's prefill kernels: selection, and the constraints of their tiles, registers and edges."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(dims: tuple[int, int] = (128, 128), arch: str = "sm_100a") -> Sm100Pr
 
 
 def resolve_own(problem: AttentionProblem, arch: str) -> Sm100PrefillConfig:
-    """Return what serves a problem among the kernels of tcgen05."""
+    """Return the tcgen05 kernel that serves a problem."""
     found = resolve_prefill(problem, arch, Sm100PrefillConfig)
     assert isinstance(found, Sm100PrefillConfig)
     return found
@@ -126,7 +126,7 @@ class TestResolve:
         assert isinstance(build(resolve(plain, arch))[0], PrefillSm100)
         with pytest.raises(NotImplementedError, match=f"24/128 have no kernel on {arch}; supported: 64/64, .*512/512"):
             resolve(paged(*cache("tuple-HND", 16, (24, 128))), arch)
-        # Ahead are those of head dims that tensor memory has no kernels for.
+        # Shipped kernels include the head dims without a tensor-memory kernel.
         others = {(c.head_dim_qk, c.head_dim_v) for c in shipped_configs(arch) if isinstance(c, Sm120PrefillConfig)}
         assert others == set(Sm120PrefillConfig.tiles) - set(TILES)
 
@@ -135,8 +135,10 @@ class TestKvFetch:
     @pytest.mark.parametrize("dims", TILES, ids=str)
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
     def test_pages(self, page_size: int, dims: tuple[int, int]) -> None:
-        """Pages of fewer tokens than a swizzle atom has rows are fetched row by row; others as the tallest boxes that
-        divide a page and a tile."""
+        """Pages smaller than a swizzle atom are fetched row by row.
+
+        Larger pages take the tallest boxes that divide a page and a tile.
+        """
         fetch = kv_fetch(paged(*cache("tuple-HND", page_size, dims)), TILES[dims].n)
         boxes = [n for n in (8, 16, 32, 64) if page_size % n == 0 and TILES[dims].n % n == 0]
         assert fetch == ((KvFetch.PAGE_BOXES, max(boxes)) if boxes else (KvFetch.PAGE_ROWS, 0))
@@ -159,7 +161,7 @@ class TestResources:
             config()
 
     def test_registers_add_up(self) -> None:
-        """setmaxnreg takes multiples of 8 from 24 to 256, and can only hand out what all have at launch."""
+        """setmaxnreg takes multiples of 8 from 24 to 256, and can only redistribute the launch registers."""
         registers = config().registers
         launched = REGISTERS // (WARPGROUP * len(registers))
         assert sum(registers) == launched * len(registers)
@@ -179,12 +181,12 @@ class TestResources:
         assert all(columns % 16 == 0 and columns <= 256 for columns in (tile.n, dims[1])), "tcgen05.mma with 128 rows"
         assert dims[0] % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"
         assert tile.n % 32 == dims[1] % 32 == 0, "tensor memory is read and written 32 columns at a time"
-        # The early part of P is stored, and multiplied, in whole partials; there is a late one.
+        # The early part of P is stored and multiplied in multiples of 32 keys; a late part remains.
         assert 0 < config(dims).early_keys < tile.n
         assert config(dims).early_keys % 32 == 0
         for row in (columns * copy.SWIZZLE_ROW_BYTES for columns in (128, tile.n)):
             assert row % copy.SWIZZLE_ATOM_BYTES == 0, "column blocks start where the swizzle does"
-        # A thread has its row of S, half of it rounded to P; the correction 32 columns of O.
+        # A thread has its row of S, half of it rounded to P; a correction thread has 32 columns of O.
         assert tile.n < config(dims).registers[0]
 
 
@@ -207,11 +209,11 @@ class TestEdges:
                 "factor": (4, 128 * 4),
                 "O": (2, 0),
             }
-            # A tile of queries has a softmax warpgroup of its own; the correction looks after both.
+            # A tile of queries has a softmax warpgroup of its own; the correction warpgroup serves both.
             arrivals = {name: (edge.producer_warps, edge.consumer_warps) for name, edge in edges.items()}
             loads = dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15))
             assert arrivals == dict(**loads, S=(1, 4), P=(4, 1), factor=(4, 4), O=(1, 4))
-            # Copies of rows arrive for every lane, and nobody but the tensor cores' warp can fence them.
+            # Copies of rows arrive for every lane, and only the tensor cores' warp can fence them.
             rows = c.kv_fetch is KvFetch.PAGE_ROWS
             fences = {name for name, edge in edges.items() if edge.consumer_fences}
             assert fences == ({"K", "V"} if rows else set())
@@ -224,7 +226,7 @@ class TestEdges:
         operands = 2 * 128 * dims[0] * 2 + tile.kv_stages * tile.n * sum(dims) * 2
         staging, factors, words = 4 * 32 * 64, 4 * 128 * 4, 16
         work_queue = kernel.work_stages * work_queue_stride(WorkTile.INTS) * 4
-        # A full and an empty one for each stage of eight edges, and the loaders' for tiles that need zeroed rows.
+        # A full and an empty one for each stage of eight edges, and the loaders' barriers for tiles with zeroed rows.
         barriers = 8 * (2 * (2 + 2 * tile.kv_stages + kernel.work_stages + 2 + 2 + 4 + 2) + 2)
         assert kernel.shared_bytes == operands + staging + factors + words + work_queue + barriers
         assert kernel.shared_bytes <= SHARED_BYTES

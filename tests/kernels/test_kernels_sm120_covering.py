@@ -1,5 +1,8 @@
-"""Every kind of operands, of mask and of pages of sm_120 runs with each of the others on the emulator: what other tests
-leave out runs here, in an ordinary and an adverse schedule. ``-m slow_emulator`` runs all combinations of the three."""
+"""Every pair of sm_120's operand types, masks and pages runs in the emulator.
+
+This file runs the pairs that other tests leave out, in an ordinary and an adverse schedule. ``-m slow_emulator`` runs
+all combinations of the three.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +49,13 @@ def pages(size: int | None) -> tuple[KvFetch, int]:
 
 
 def covered_elsewhere() -> Iterator[Cell]:
-    """Return what the tests of prefill and decode on sm_120 run."""
+    """Return the cells that the prefill and decode tests on sm_120 run."""
     yield from map(Cell.of, COVERING_SM120_DECODE)
     yield from (cell for cell, _ in prefill_elsewhere())
 
 
 def prefill_elsewhere() -> Iterator[tuple[Cell, tuple[int, int]]]:
-    """Return what the tests of prefill on sm_120 run, with head dims (QK, V)."""
+    """Return the cells of the prefill tests on sm_120, with head dims (QK, V)."""
     for dims, size, mask, options in prefill_cases.SM120_CASES:
         kind = options.get("score", Score()).kind
         yield Cell(Family.PREFILL, BF16, mask.kind, pages(size), score=kind), dims
@@ -65,13 +68,13 @@ def prefill_elsewhere() -> Iterator[tuple[Cell, tuple[int, int]]]:
             yield Cell(Family.PREFILL, ("bf16", KvType.E4M3), mask.kind, pages(size)), dims
     for arch, (dims, size, mask, dtype) in prefill_cases.NVFP4_EMULATED:
         if arch == ARCH:
-            # The entry dequantizes e4m3 queries over NVFP4 to float16 before these kernels see them.
+            # The entry dequantizes e4m3 queries over NVFP4 to float16 before these kernels.
             types, out = (("bf16", KvType.NVFP4), "") if dtype is BF16_TENSORS else (("fp16", KvType.NVFP4), "bf16")
             yield Cell(Family.PREFILL, types, mask.kind, pages(size), out), dims
 
 
 def in_schedules(launch: Callable[[], torch.Tensor], arch: str) -> torch.Tensor:
-    """Return the output, the same in an ordinary and an adverse schedule under all detectors."""
+    """Return the output, checked to be equal in an ordinary and an adverse schedule under all detectors."""
     first = None
     for setting in schedules(4, 1, arch=arch, strict=True):
         with setting():
@@ -110,13 +113,15 @@ def run_prefill(cell: Cell, arch: str) -> None:
 
 
 def served(cell: Cell, problem: AttentionProblem, arch: str) -> Callable[[], torch.Tensor]:
-    """Return the launch of a problem, whose kernel is the cell's."""
+    """Return the launch of a problem, whose kernel is the cell's kernel."""
     assert Cell.of(registry.resolve(problem, arch)) == cell
     return lambda: execute(problem)
 
 
 def run_nvfp4(cell: Cell, arch: str) -> None:
-    """Queries of kernels with float16 ones are e4m3 where the output is narrow, which the entry asks for."""
+    """Run the cell through an entry; float16 kernels get e4m3 queries if the output is narrow, as the entry
+    requires.
+    """
     mask, size = MASKS[cell.mask], PAGE_SIZES[cell.pages]
     q_dtype = torch.float8_e4m3fn if cell.out in NARROW_OUTS else DTYPES[cell.types[0]]
     data = LowPrecisionBatch(kv_dtype=NVFP4, q_dtype=q_dtype, **PREFILL)
@@ -171,7 +176,7 @@ FILLING = filling(covered_elsewhere())
 
 
 def classes_of_sm120(base: type) -> set[type]:
-    """Return what derives from ``base`` in the modules of these kernels, whether somebody uses it or not."""
+    """Return all subclasses of ``base`` in the modules of these kernels, used or not."""
     modules = [
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(warp_mma.__path__, warp_mma.__name__ + ".")
@@ -181,8 +186,9 @@ def classes_of_sm120(base: type) -> set[type]:
 
 
 def test_every_kind_of_kernel_and_of_operands_is_emulated() -> None:
-    """A cell has no head dims, which choose together with the types who dequantizes K and V, and so what is
-    multiplied."""
+    """A cell has no head dims. Together with the types, they decide which role dequantizes K and V, and so
+    the product.
+    """
     from hopwell.kernels.warp_mma.common.lane_readers import LaneReaders
     from hopwell.kernels.warp_mma.common.narrow_operands import NarrowOperands
     from hopwell.kernels.warp_mma.common.row_loop import WarpOperands
@@ -228,8 +234,8 @@ def test_every_cell(cell: Cell) -> None:
     run(cell)
 
 
-# Blackwell runs these kernels where it has no others, with more stages and levels of the tree in shared memory. Masks
-# and pages are the same code, so that each kind of operands runs with one of each.
+# Blackwell runs these kernels for problems without kernels of its own, with more stages and tree levels in shared
+# memory. Masks and pages share their code, so each kind of operands runs with one of each.
 _PREFILL, _DECODE, _MLA = Family.PREFILL, Family.DECODE, Family.MLA
 BLACKWELL_CELLS = [
     Cell(_PREFILL, BF16, MaskKind.CAUSAL, CONTIGUOUS, score=ScoreKind.CAPPED_ALIBI),
@@ -267,7 +273,7 @@ def test_wide_prefill_on_blackwell() -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize(("dim", "mask", "rows"), [(512, MaskKind.FULL, 8), (256, MaskKind.DRAFT, 16)])
 def test_wide_decode_on_blackwell(dim: int, mask: MaskKind, rows: int) -> None:
-    """Tiles of 512 columns are loaded as a whole, where sm_120 loads halves of them. Bits are the same: leaves are."""
+    """Tiles of 512 columns are loaded as a whole; sm_120 loads their halves. Leaves and bits are the same."""
     config = Sm120DecodeConfig("sm_100a", "bf16", "bf16", dim, dim, mask, *PAGES64, KvType.WIDE, rows)
     case = decode_cases.Case([1] * 3, [1, config.chunk_tokens, 2 * config.chunk_tokens + 65], rows, kv_heads=2)
     if mask is MaskKind.DRAFT:

@@ -1,6 +1,6 @@
-"""From scores to weights: maps of scores, the online softmax and the rule that leaves tiles out, against definitions.
+"""From scores to weights: score maps, the online softmax and the rule of skip-softmax, against definitions.
 
-Device arithmetic on the host, in float64: what is tested is the algebra, not the rounding.
+Device arithmetic runs on the host in float64: the tests cover the algebra, not the rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hopwell.kernels.problem import ScoreKind
 from hopwell.kernels.sm100.prefill import softmax as packed_module
 from hopwell.kernels.sm100.prefill.softmax import PackedSoftmax, polynomial_powers
 
-# The DSL warns of weights too small for float32, which are zero on the device.
+# The DSL warns about weights too small for float32, which are zero on the device.
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("ignore::cutlass.base_dsl.common.DSLWarning")]
 
 TILE, ROWS = 8, 2
@@ -69,7 +69,7 @@ def scores(*, tiles: int = 5, spread: float = 20.0, seed: int = 0) -> list[list[
 
 
 class Row:
-    """A row's output, accumulated as the consumers do: values are the numbers of the keys."""
+    """A row's output, accumulated in the consumers' way: values are the numbers of the keys."""
 
     def __init__(self) -> None:
         self.output = 0.0
@@ -99,7 +99,7 @@ def masked(tiles: list[list[list[float]]], keep: Any) -> list[list[list[float]]]
 
 MASKS = {
     "all": lambda row, key: True,
-    "late": lambda row, key: key >= 3 * TILE,  # the first tiles hold nothing that the row sees
+    "late": lambda row, key: key >= 3 * TILE,  # the row sees no key of the first tiles
     "early": lambda row, key: key < TILE,
     "one": lambda row, key: key == 13,
     "one row": lambda row, key: row == 1,
@@ -131,13 +131,13 @@ class TestOnlineSoftmax:
                 want = sum(w * (i + 1) for i, w in enumerate(weights)) / both
                 assert row.output * factor == pytest.approx(want, **close)
                 assert lse * math.log(2) == pytest.approx(top + math.log(both), **close)
-            # Statistics do not know the sink.
+            # Statistics do not include the sink.
             seen = [x for x in logits if x > -INF]
             assert largest == max(s for tile in tiles for s in tile[r])
             assert total == pytest.approx(sum(math.exp(x - max(seen)) for x in seen) if seen else 0.0, **close)
 
     def test_the_reference_stays_while_it_can(self) -> None:
-        """Rescaling the output is what a step can do without, and each row decides for itself."""
+        """Lazy rescale: most steps need no rescale of the output, and each row decides for itself."""
         step = SLACK * math.log(2) / 4  # natural logits
         state = softmax(1.0)
         state.step(Fragment([[0.0] * TILE, [0.0] * TILE]))
@@ -151,7 +151,7 @@ class TestOnlineSoftmax:
         assert moved == [False, False, False, False, True, False, False, False, False]
 
     def test_the_first_keys_are_a_reference(self) -> None:
-        """However small they are: -inf and whatever is added to it would stay -inf."""
+        """The first keys set the reference, however small: otherwise -inf plus any number would stay -inf."""
         for first in (-1e30, -500.0, 0.0, 1e30):
             state = softmax(1e-3)
             state.step(Fragment([[-INF] * TILE] * ROWS))
@@ -160,7 +160,7 @@ class TestOnlineSoftmax:
             assert [number(value) for value in state.row_sum] == [TILE] * ROWS
 
     def test_maximum(self) -> None:
-        """The maximum takes in every column: they are compared in several chains."""
+        """The maximum includes every column; several chains compare them."""
         state = softmax(1.0)
         for place in range(TILE):
             row = [float(-c) for c in range(TILE)]
@@ -171,7 +171,7 @@ class TestOnlineSoftmax:
 
     @pytest.mark.parametrize("kind", [softmax, packed_softmax])
     def test_columns_in_parts(self, kind: Any) -> None:
-        """Once the reference is chosen, exponentials of a row may come a part at a time."""
+        """Once the reference is chosen, exponentials of a row may be computed a part at a time."""
         (tile,) = scores(tiles=1, spread=3.0)
         whole, parted = kind(0.7), kind(0.7)
         at_once = Fragment(tile)
@@ -181,7 +181,7 @@ class TestOnlineSoftmax:
             parted.choose_reference(r, max(tile[r]))
             for half in halves:
                 parted.exponentials(half, r)
-            # The second half begins with the kind of exponential that any part begins with.
+            # The second half begins with the first kind of exponential of any part.
             joined = [weight for half in halves for weight in half.values[r]]
             assert joined == pytest.approx(at_once.values[r], rel=1e-5)
             assert number(parted.row_sum[r]) == pytest.approx(sum(joined), rel=1e-6)
@@ -190,8 +190,10 @@ class TestOnlineSoftmax:
 
 class TestTileSoftmax:
     def test_every_tile_has_the_weights_that_fit(self) -> None:
-        """Its largest one is 2^8, be the tile above or below the largest score so far; far below, it counts for
-        nothing, and what was accumulated is brought no further down."""
+        """A tile's largest weight is 2^8, whether the tile is above or below the largest score so far.
+
+        A tile far below has no weight, and accumulated sums are not scaled down further for it.
+        """
         state = tile_softmax(math.log(2))  # raw scores are exponents of 2
         below = MOST_BELOW + 3
         tops = [0.0, 5.0, -20.0, -MOST_BELOW + 5, -below, 4.0, 300.0, 300.0 - below]
@@ -208,14 +210,14 @@ class TestTileSoftmax:
 
     @pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-3, 1.0, 1e4])
     def test_tiles_that_a_row_does_not_see(self, scale: float) -> None:
-        """They are in front, between others, and at the end: weights are zeros, and sums stay what they are."""
+        """Invisible tiles at the front, in the middle and at the end: weights are zero, and sums stay unchanged."""
         tiles = masked(scores(tiles=6), lambda row, key: key // TILE in (1, 4))
         state = tile_softmax(scale)
         for n, tile in enumerate(tiles):
             fragment = Fragment(tile)
             state.step(fragment)
             assert n in (1, 4) or not any(fragment.values[0])
-            # Float32 has room for 2^127; values and as many keys as there may be take 2^40 of it.
+            # Float32 has room for 2^127; values and the maximum number of keys take 2^40 of it.
             assert 0 <= number(state.row_sum[0]) <= TILE * len(tiles) * 2.0 ** (8 + MOST_BELOW + 1)
             assert 0 <= number(state.rescale[0]) <= 2.0 ** (MOST_BELOW + 1)
         assert number(state.sum_of_largest(0, 1)) >= 1.0 - 1e-5
@@ -231,7 +233,7 @@ class TestPolynomials:
 
     def test_error(self) -> None:
         exponents = np.random.default_rng(0).uniform(-126, 10, 4000).astype(np.float32)
-        # The fraction is largest half-way between integers, where the polynomial is worst.
+        # The fraction is largest half-way between integers, where the polynomial has its largest error.
         halves = np.arange(-126, 10, dtype=np.float32) + np.float32(0.5)
         around = np.concatenate((halves, np.nextafter(halves, -INF), np.nextafter(halves, INF)))
         for tested in (exponents, around.astype(np.float32)):
@@ -239,7 +241,7 @@ class TestPolynomials:
             assert np.abs(self.powers(tested) / want - 1).max() <= 4e-6
 
     def test_integers_are_exact(self) -> None:
-        """A row's largest score has the weight 1 where it is the reference, as from the function unit."""
+        """A row's largest score has the weight 1 if it is the reference, as from the function unit."""
         exponents = np.arange(-126, 10)
         assert (self.powers(exponents) == np.exp2(exponents.astype(float))).all()
         assert self.powers([0.0, -0.0]).tolist() == [1.0, 1.0]
@@ -248,7 +250,7 @@ class TestPolynomials:
         assert self.powers([-INF, -127.0, -127.5, -128.0, -1e30, -150.0]).tolist() == [0.0] * 6
 
     def test_they_grow(self) -> None:
-        """They grow where the nearest integer changes, too."""
+        """Polynomials are monotonic even at changes of the nearest integer."""
         powers = self.powers(np.linspace(-20, 10, 6000, dtype=np.float32))
         assert (np.diff(powers) > 0).all()
 
@@ -259,7 +261,7 @@ class TestPolynomials:
 
     @pytest.mark.parametrize("eighths", range(9))
     def test_as_many_as_asked_for(self, eighths: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """There are never more of a kind in a row than there have to be."""
+        """A row never has more exponentials of one kind in sequence than necessary."""
         monkeypatch.setattr(packed_module, "polynomial_powers", lambda exponents: "polynomial")
         state = packed_softmax(1.0, eighths)
         kinds = [state._powers((0.0, 0.0), pair) == "polynomial" for pair in range(16)]
@@ -271,7 +273,7 @@ class TestPolynomials:
 
 
 class TestPieces:
-    """A row's keys in partials, each with a softmax of its own, give what all of them give at once."""
+    """A row's keys in partials, each with its own softmax, give the same result as all keys at once."""
 
     @pytest.mark.parametrize("sink", [-INF, 0.5, 3000.0])
     @pytest.mark.parametrize("mask", MASKS)
@@ -283,9 +285,9 @@ class TestPieces:
         outputs = [run(piece, [tile]) for piece, tile in zip(pieces, tiles, strict=True)]
         for r, row in enumerate(rows):
             partials = [piece.partial(r, 1) for piece in pieces]
-            # The keys of a partial are counted from its own first one.
+            # A partial counts its keys from its own first one.
             values = [out[r].output + n * TILE * number(partials[n][1]) for n, out in enumerate(outputs)]
-            # What fills a group up: a reference without weight, and a sum that must not count.
+            # Padding of a fan-in group: a reference without weight, and a sum that must not count.
             references, sums = [*(number(p[0]) for p in partials), -INF], [*(p[1] for p in partials), 1.0]
             weights, reference, total = softmax_module.combined(references, sums)
             assert number(weights[-1]) == 0.0
@@ -323,7 +325,7 @@ def score_map(kind: ScoreKind, scale: float = 0.25, cap: float = 30.0, heads: in
 
 
 def paper_slopes(heads: int) -> list[float]:
-    """Return slopes computed like Press et al. do in the code of "Train Short, Test Long"."""
+    """Return slopes by the code of Press et al., "Train Short, Test Long"."""
     power = 2 ** math.floor(math.log2(heads))
     first = 2 ** (-(2 ** -(math.log2(power) - 3)))
     slopes = [first ** (i + 1) for i in range(power)]
@@ -354,7 +356,7 @@ class TestScores:
 
     @pytest.mark.parametrize("place", [1e-9, 0.01, 0.0624, 0.1249, 0.1251, 1.0, 20.0])
     def test_a_large_soft_cap_keeps_small_logits(self, place: float) -> None:
-        """The series is as good as float32 up to where the exponential takes over."""
+        """The series is as accurate as float32 up to the switch to the exponential."""
         found, cap = score_map(ScoreKind.LARGE_SOFT_CAP, cap=2.0**40), 2.0**40
         fragment = Fragment([[4.0 * place * cap, -4.0 * place * cap]])
         found.apply(fragment, 0.0, 64, (100,))
@@ -370,7 +372,7 @@ class TestScores:
 
     @pytest.mark.parametrize(("tile_start", "first_row"), [(0, 0), (0, -5), (128, 1000), (8192, 8195)])
     def test_alibi(self, tile_start: int, first_row: int) -> None:
-        """Natural logits with the key's position as bias; the statistics give them from the request's first key on."""
+        """Natural logits with the key's position as bias; statistics count positions from the request's first key."""
         found, slope, first_column = score_map(ScoreKind.ALIBI), 0.0625, 6
         raw = [[float(8 * r + c) for c in range(TILE)] for r in range(ROWS)]
         fragment = Fragment(raw, first_column)
@@ -382,7 +384,7 @@ class TestScores:
             want = 0.25 * raw[r][c] + slope * (tile_start + first_column + c)
             got = found.largest_logit(fragment.values[r][c], found.shift(slope, Int32(position)))
             assert number(got) == pytest.approx(want)
-            # The bias counts from the row's own key, so that its rounding does not grow with the length.
+            # The bias counts from the row's own key, so its rounding does not grow with the length.
             assert fragment.values[r][c] == pytest.approx(want - slope * position)
 
     def test_the_bias_is_not_capped(self) -> None:
@@ -409,7 +411,7 @@ class TestSkipRule:
     @pytest.mark.parametrize("kv_len", [1, 100, 100_000])
     @pytest.mark.parametrize("factor", [1e-3, 1.0, 500.0])
     def test_against_the_definition(self, factor: float, kv_len: int) -> None:
-        """Left out when in each row the tile's largest weight is below factor / kv_len of the largest so far."""
+        """A tile is left out if, in each row, its largest weight is below factor / kv_len of the largest so far."""
         draw, seen = random.Random(kv_len), set()
         at_limit = math.log2(factor / kv_len) / 0.5
         for _ in range(100):
@@ -426,7 +428,7 @@ class TestSkipRule:
         assert self.unneeded([0.0, 0.0], [-8.01, -9.0], factor=1.0, kv_len=16)
 
     def test_rows_without_keys(self) -> None:
-        """A row that sees none of a tile's keys does not need it; one that sees its first keys does."""
+        """A row without visible keys in a tile does not need it; a row with its first visible keys there does."""
         limit = dict(factor=1.0, kv_len=16)
         assert self.unneeded([0.0, 0.0], [-INF, -INF], **limit)
         assert self.unneeded([-INF, 0.0], [-INF, -100.0], **limit)
@@ -449,7 +451,7 @@ class TestSkipRule:
     def test_rows_are_reported_once(
         self, row_blocks: int, address: int, reports: bool, adds: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One thread reports them, by row blocks of 64 rows, where there is a counter."""
+        """One thread reports left-out tiles, by row blocks of 64 rows, if there is a counter."""
         added: list[tuple[Any, Any]] = []
         monkeypatch.setattr(cute.arch, "atomic_add", lambda pointer, value: added.append((pointer, value)))
         monkeypatch.setattr(skip_module, "global_pointer", lambda dtype, address: (dtype, address))

@@ -1,4 +1,4 @@
-"""How the keys of requests become work tiles, and which new tokens drafts see: device code, on the host."""
+"""The split of requests' keys into work tiles, and the new tokens that drafts see: device code, on the host."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.kernels.test_kernels_scheduler import Memory
 pytestmark = pytest.mark.traced
 
 MASK_ADDRESS = 4096  # of the draft mask; 0 stands for none
-# The DSL warns where a value does not fit its type and would wrap around on the device.
+# The DSL warns about values that do not fit their type and would wrap around on the device.
 exact = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
 
 CHUNK = 512  # tokens
@@ -85,7 +85,7 @@ class Requests:
         return -(-self.group * max(self.q_lens) // ROWS)
 
     def tiles(self, index: int) -> int:
-        """Count the tiles of a request's rows for each head."""
+        """Return the tiles of a request's rows for each head."""
         q_len = self.q_lens[index] if self.ragged else max(self.q_lens)
         return -(-self.group * q_len // ROWS)
 
@@ -103,7 +103,7 @@ class Requests:
         return kind(g, a, mask, ROWS, self.tile_n, CHUNK, halves, ScheduleHooks())
 
     def visible(self, request: int, row: int) -> range:
-        """Keys that a packed row may see: of drafts all new ones, whichever their bits leave."""
+        """Return the keys that a packed row may see: all new tokens for drafts, regardless of their bits."""
         kv_len, token = self.kv_lens[request], row // self.group
         position = kv_len - self.q_lens[request] + token
         first = 0 if self.kind is MaskKind.FULL else max(position - self.window, 0)
@@ -119,7 +119,7 @@ def span(schedule: SplitSchedule, index: int) -> RequestSpan:
 class TestSpan:
     @pytest.mark.parametrize(("kind", "window"), MASKS)
     def test_chunks(self, kind: MaskKind, window: int, memory: Memory) -> None:
-        """Chunks have 512 tokens, doubled until there are no more than there are slots for."""
+        """Chunks have 512 tokens, doubled until their number fits the slots."""
         n = CHUNK
         lengths = [
             0,
@@ -149,7 +149,7 @@ class TestSpan:
             assert (found.chunk_tokens, found.chunks, found.first_chunk) == (tokens, chunks(tokens), first // tokens)
 
     def test_half_chunks(self, memory: Memory) -> None:
-        """Requests that are more than one chunk have half chunks, until they are long."""
+        """Requests of more than one chunk have half chunks, until they are long."""
         lengths = [0, CHUNK, CHUNK + 1, 3 * CHUNK, LONG_TOKENS - 1, LONG_TOKENS, 2**31 - 1]
         schedule = Requests([1] * len(lengths), lengths).schedule(memory, halves=True)
         found = [span(schedule, index) for index in range(len(lengths))]
@@ -159,7 +159,7 @@ class TestSpan:
 
     @pytest.mark.parametrize("group", [1, 16, 64, 128])
     def test_latent_chunks(self, group: int, memory: Memory) -> None:
-        """Doubled until all rows of a request are no more work tiles than there are CTAs for, or two chunks."""
+        """Chunks double until all rows of a request fit one wave of CTAs as work tiles, or two chunks."""
         q_lens = [1, 1, 1, 2, 0, 7, 33, 300, 1]
         kv_lens = [0, CHUNK + 1, 64 * CHUNK, 64 * CHUNK, 5, 64 * CHUNK + 1, 10**6, 2**30, 2**31 - 1]
         requests = Requests(q_lens, kv_lens, group=group, ragged=True)
@@ -177,7 +177,7 @@ class TestSpan:
         assert [span(schedule, index).chunks for index in (0, 1, 2, 31, 64)] == [1, 2, 0, 0, 0]
 
     def test_lengths_of_drafts(self, memory: Memory) -> None:
-        """Offsets say them where there are any; without offsets all have the same."""
+        """Offsets give the lengths, if present; without offsets, all lengths are equal."""
         for ragged, starts in ((True, [0, 3, 3]), (False, [0, 7, 14])):
             schedule = Requests([3, 0, 7], [10, 20, 30], ragged=ragged).schedule(memory)
             spans = [span(schedule, index) for index in range(3)]
@@ -215,7 +215,7 @@ def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.M
 
 
 def counted_pieces(schedule: SplitSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Say how many partials there are, as every lane counts them."""
+    """Return the number of partials, as every lane counts them."""
     warp, counts = SchedulingWarp([]), []
     with monkeypatch.context() as patches:
         use(warp, patches)
@@ -245,7 +245,7 @@ BATCHES = [
 @pytest.mark.parametrize("requests", BATCHES, ids=range(len(BATCHES)))
 @pytest.mark.parametrize("ctas", [1, 3])
 def test_units_and_pieces(requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every work tile comes once, in the order of the list; partials are numbered in that order, without gaps."""
+    """Every work tile comes once, in the order of the list; partials have consecutive numbers in that order."""
     schedule = requests.schedule(memory)
     topk = list(units_of(requests, schedule))
     total = len(topk)
@@ -280,7 +280,7 @@ def test_units_and_pieces(requests: Requests, ctas: int, memory: Memory, monkeyp
 @pytest.mark.parametrize(("kind", "window"), MASKS)
 @pytest.mark.parametrize("tile_n", [32, 64, 128])
 def test_chunks_share_out_the_keys(tile_n: int, kind: MaskKind, window: int, memory: Memory) -> None:
-    """Each key that a row sees is in one chunk, and tiles without the predicate hold nothing that a row must not."""
+    """Each visible key of a row is in one chunk, and tiles without the predicate have no hidden key."""
     draw = random.Random(tile_n)
     q_lens, group = [1, 5, 37, 20, 0, 9], 4
     if kind is MaskKind.SLIDING_WINDOW:
@@ -317,12 +317,15 @@ def test_chunks_share_out_the_keys(tile_n: int, kind: MaskKind, window: int, mem
 
 
 class SlotTakenError(Exception):
-    """A slot is not free, and the host would look again for ever."""
+    """A slot is not free; the host would poll forever."""
 
 
 class TestSlots:
-    """Which partials must have been combined before a partial may be written: those in its own slot, and in the slots
-    that keep count for it, in which an earlier request may still be counting."""
+    """Partials that must be combined before a new one may be written.
+
+    They are the partials in its own slot, and in the slots that count for its fan-in group or request. An earlier
+    request may still count in those slots.
+    """
 
     SLOTS, CHUNKS, OF_CHUNK = 50, 20, 2
 
@@ -370,7 +373,7 @@ class TestSlots:
             epochs[slot] = 2
 
     def test_the_first_generation_is_free(self, epochs: dict[int, int]) -> None:
-        epochs.clear()  # nothing may be read
+        epochs.clear()  # no epoch may be read
         self.prepare(3, base=0)
 
     def test_requests_in_one_chunk_have_no_pieces(self, epochs: dict[int, int]) -> None:
@@ -378,7 +381,7 @@ class TestSlots:
         self.prepare(0, chunks=1)
 
 
-# Shifts drop bits, as they are meant to.
+# Shifts drop bits by intent.
 @pytest.mark.filterwarnings("ignore::cutlass.base_dsl.common.DSLWarning")
 class TestDrafts:
     """The predicate of drafts against their bits, read one by one."""
@@ -397,7 +400,7 @@ class TestDrafts:
     def test_bits(self, q_len: int, window: int, lane: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
         draw = random.Random(q_len)
         words = -(-q_len // 32)
-        # Bits at and past q_len are anything.
+        # Bits at and past q_len are arbitrary.
         bits = [draw.getrandbits(32 * words) for _ in range(q_len)]
         halves = [value >> 16 * i & 0xFFFF for value in bits for i in range(2 * words)]
         monkeypatch.setattr(
@@ -441,7 +444,7 @@ class TestDrafts:
 
 @dataclass
 class Halves:
-    """16-bit elements at an address: no other may be read."""
+    """16-bit elements at an address; no other element may be read."""
 
     dtype: Any
     values: list[int]

@@ -1,4 +1,4 @@
-"""How many partials there are at most, and that the memory for them is enough: plain numbers."""
+"""The maximum number of partials, and the size of their memory: plain numbers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ COLUMNS = (16, 48, 64, 128, 256, 512)
 
 
 def test_longest_chunks_are_long_enough() -> None:
-    """Chunks suffice for all the keys that 32 bits can count, wherever the first visible one lies in its chunk."""
+    """Chunks suffice for all keys of a 32-bit count, wherever the first visible one is in its chunk."""
     for columns in COLUMNS:
         assert (chunk_tokens(columns) << DOUBLINGS) * (MAX_CHUNKS - 1) >= 2**31
     assert (chunk_tokens(512, latent=True) << DOUBLINGS) * 2 >= 2**31
 
 
 def test_chunks_have_equal_bytes() -> None:
-    """They are as equal as powers of two can be, so that they take equal times; wide heads have no shorter ones."""
+    """Chunks have bytes as equal as powers of two allow, so they take equal times; wide heads have no
+    shorter chunks.
+    """
     assert [chunk_tokens(columns) for columns in (64, 128, 256, 512)] == [2048, 1024, 1024, 1024]
     for columns in range(16, 513, 16):
         tokens = chunk_tokens(columns)
@@ -62,10 +64,10 @@ def test_two_levels_of_merges_are_enough() -> None:
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("ctas", [1, 4, 132])
 def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
-    """Else a partial would wait for a slot whose turn comes only after its own."""
+    """Otherwise a partial would wait for a slot that is freed only after its own turn."""
     for rows, kv_heads, columns in itertools.product((1, 16, 64, 65, 2048), (1, 8, 64), COLUMNS):
-        # Chunks begin at whole multiples of their length, so that the keys of a window may touch one more. Half chunks
-        # are the shortest.
+        # Chunks begin at whole multiples of their length, so the keys of a window may touch one more. Half chunks are
+        # the shortest.
         chunks = min(-(-capacity // (chunk_tokens(columns) // 2)) + 1, MAX_CHUNKS)
         of_request = chunks * kv_heads * -(-rows // ROWS)
         assert slot_count(rows, kv_heads, columns, capacity, ctas) >= of_request + UNDER_WAY * ctas
@@ -74,7 +76,7 @@ def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("rows", [1, 16, 64, 128, 256, 1000, 128 * 300])
 def test_the_ring_holds_more_than_one_latent_request(rows: int, capacity: int) -> None:
-    """A request with up to as many rows has as many chunks as these let it have."""
+    """A request with up to this number of rows has the maximum number of chunks for them."""
     slots = slot_count(rows, 1, 512, capacity, 132, latent=True)
     for tiles in range(1, -(-rows // ROWS) + 1):
         chunks = min(-(-capacity // chunk_tokens(512, latent=True)), max(LATENT_WORK_TILES // tiles, 2))
@@ -87,7 +89,7 @@ def test_slots_that_cost_little_are_there_anyway() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 63, 64, 65, 2048])
 def test_scratch_holds_outputs_and_statistics(rows: int) -> None:
-    """Scratch holds at most a tile of rows in each slot, behind the next 16 bytes."""
+    """Scratch holds at most a tile of rows in each slot, after the next 16-byte boundary."""
     for columns, capacity in itertools.product(COLUMNS, CAPACITIES):
         slots = slot_count(rows, 2, columns, capacity, 132)
         floats = slots * min(rows, ROWS) * (columns + STATISTICS)
@@ -100,7 +102,7 @@ def test_scratch_holds_outputs_and_statistics(rows: int) -> None:
     st.booleans(),
 )
 def test_scratch_for_more_is_enough_for_less(sizes: tuple[tuple[int, int], ...], latent: bool) -> None:
-    """More rows, heads, columns or keys need no less: callers allocate it once, for the largest of their launches."""
+    """More rows, heads, columns or keys never need less memory: callers allocate once, for their largest launch."""
     fewer = [size for size, _ in sizes]
     more = [size + additional for size, additional in sizes]
     assert scratch_bytes(*fewer, 132, latent) <= scratch_bytes(*more, 132, latent)
@@ -108,7 +110,7 @@ def test_scratch_for_more_is_enough_for_less(sizes: tuple[tuple[int, int], ...],
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
-    """Nodes that several CTAs combine, and the levels of a CTA's tree that are not near, of the kernels of sm_120."""
+    """Scratch holds nodes that several CTAs combine, and the tree levels outside shared memory of sm_120's kernels."""
     configs = {config.name: config for family in (Family.DECODE, Family.MLA) for config in shipped("sm_120a", family)}
     for config, kv_heads, tiles, sms in itertools.product(configs.values(), (1, 8), (1, 2, 17), (4, 188)):
         rows, columns, latent = config.rows * tiles, config.head_dim_v, config.family is Family.MLA
@@ -119,6 +121,6 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
 
 
 def test_counters() -> None:
-    """Each slot has a epoch, and says what is there of a fan-in group and of a request."""
+    """Each slot has an epoch, and counters of the present partials of a fan-in group and of a request."""
     assert counter_ints(0) == TICKETS
     assert counter_ints(100) - counter_ints(99) == SLOT_COUNTERS

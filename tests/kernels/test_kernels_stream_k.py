@@ -1,4 +1,4 @@
-"""How leaves are shared out among CTAs, and how what they find becomes one: device code, on the host."""
+"""The partition of leaves among CTAs, and the combine of their nodes: device code, on the host."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: 
 
 @pytest.mark.usefixtures("memory")
 def test_heads_go_to_neighbours() -> None:
-    """CTAs that begin with the same leaves are side by side, and nearly all CTAs have a range of their own."""
+    """CTAs with the same first leaves are neighbours, and nearly all CTAs have a range of their own."""
     own = [range_of(8, number, of(8, 64 * 32, 32, 132).own_range) for number in range(132)]
     assert [head_list for head_list, *_ in own[:128]] == [*range(8)] * 16
     assert all(len({first for _, first, _ in own[i : i + 8]}) == 1 for i in range(0, 128, 8))
@@ -164,14 +164,14 @@ def test_heads_go_to_neighbours() -> None:
 )
 def test_what_is_handed_out(leaves: int, requests: int, handed_out: bool) -> None:
     assert bool(host(of(8, leaves, requests, 132).has_tickets)) == handed_out
-    # Where a third of the CTAs would have nothing.
+    # A third of the CTAs would have no leaf.
     assert host(of(88, leaves, requests, 132).has_tickets)
 
 
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("leaves", [16, 32, 61, 64, 128, 1024])
 def test_nodes_of_a_single_request_are_merged_at_once(leaves: int) -> None:
-    """Every CTA leaves one, which fills one slot of the only fan-in group."""
+    """Every CTA leaves one node, which fills one slot of the only fan-in group."""
     ranges = of(8, leaves, 1, 132)
     subtree = 1 << host(ranges.shift)
     assert host(ranges.own) == subtree
@@ -185,7 +185,7 @@ class Batch:
     kv_heads: int = 1
     window: int = -1
     ctas: int = 4
-    q_len: int = 1  # of every request, in as many tiles of 8 rows as it takes
+    q_len: int = 1  # of every request, in tiles of 8 rows
 
     @property
     def row_tiles(self) -> int:
@@ -202,11 +202,11 @@ class Batch:
 
     @property
     def lines(self) -> list[int]:
-        """Return the lines of a head, by the index of their requests."""
+        """Lines of a head, by the index of their requests."""
         return list(range(len(self.kv_lens)))
 
     def leaves(self, request: int) -> range:
-        """Count the leaves of keys that the request's row sees, counted from the left; one if it sees none."""
+        """Return the leaves of keys that the request's row sees, counted from the left; one if it sees none."""
         kv_len = self.kv_lens[request]
         first = max(kv_len - 1 - self.window, 0) // LEAF if self.window >= 0 else 0
         return range(first, max(-(-kv_len // LEAF), first + 1))
@@ -214,7 +214,7 @@ class Batch:
 
 @dataclass
 class ListBatch(Batch):
-    """Requests with these numbers of new tokens, each with a list of ``listed`` tokens."""
+    """Requests with these numbers of new tokens, each with ``listed`` top-k indices."""
 
     q_lens: Sequence[int] = ()
     topk: int = 300
@@ -232,13 +232,13 @@ class ListBatch(Batch):
         return list(range(sum(self.q_lens)))
 
     def leaves(self, token: int) -> range:
-        """Leaves of the list's entries that the token sees, which are no more than keys up to its own."""
+        """Return the leaves of the token's top-k indices, limited by the number of keys up to its own."""
         seen = [kv - q + t + 1 for kv, q in zip(self.kv_lens, self.q_lens, strict=True) for t in range(q)]
         return range(max(-(-min(seen[token], self.topk) // LEAF), 1))
 
 
 def published(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[StreamKTile]:
-    """Return what all CTAs post; the first one gets all tickets."""
+    """Return the posts of all CTAs; the first CTA gets all tickets."""
     found = []
     monkeypatch.setattr(ranges_module, "hand_back_tickets", lambda addresses, ctas: None)
     for cta in range(batch.ctas):
@@ -303,7 +303,7 @@ def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytes
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_what_fits_into_the_cache_stays_there(more: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to so many leaves, of all heads."""
+    """The limit counts the leaves of all heads."""
     batch = Batch([LEAF * (RESIDENT_LEAVES // 2 - 2 + more), 2 * LEAF], kv_heads=2)
     policies = {host(segment.cache_policy) for segment in published(batch, memory, monkeypatch)}
     assert policies == {EVICT_FIRST if more else EVICT_NORMAL}
@@ -329,7 +329,7 @@ def test_as_many_leaves_stay_as_have_room(
 
 
 def expected(first: int, leaves: int, level: int) -> Any:
-    """Return the node from a leaf on of a line."""
+    """Return the node of a line that begins at a leaf."""
     if level == 0:
         return first
     right = first + (1 << (level - 1))
@@ -338,7 +338,7 @@ def expected(first: int, leaves: int, level: int) -> Any:
 
 
 def the_same(passes: list[Any], pairs: int) -> Any:
-    """Return what all passes over the columns have found."""
+    """Return the common result of all passes over the columns."""
     assert all(found == passes[0] for found in passes)
     return passes[0]
 
@@ -378,7 +378,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 class Left(list[tuple[Any, Any]]):
-    """The nodes that have been left, (level, leaf) each."""
+    """The nodes left for a combine, (level, leaf) each."""
 
     def plus(self, level: Any, leaf: Any) -> Left:
         return Left([*self, (level, leaf)])
@@ -389,12 +389,12 @@ class Left(list[tuple[Any, Any]]):
 
 
 def keys_of(begin: int, end: int) -> TileRange:
-    """Return keys, all of which every row sees."""
+    """Return keys that every row sees."""
     return TileRange(*[Int32(leaf) for leaf in (begin, end, begin, end)], Int32(0))
 
 
 def attend(tree: HostTree, segment: StreamKTile) -> Any:
-    """Do what a CTA does with a segment; return the line's root, if it gets that far."""
+    """Process a segment like a CTA; return the line's root if this segment completes it."""
     node, state, leaves = HostNode(), tree.state, host(segment.leaves)
     state.lanes.own.lane = 0
 
@@ -422,21 +422,21 @@ def attend(tree: HostTree, segment: StreamKTile) -> Any:
 
 
 def commit(state: SimpleNamespace) -> None:
-    """All lanes have stored the same: now others see it."""
+    """All lanes have stored the same values, which now become visible to others."""
     state.memory |= state.stored[0]
     state.stored = [{} for _ in range(LANES)]
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -> None:
-    """Lines in segments that begin anywhere are done in any order; one is the last, and all counters are zero."""
+    """Lines in segments with any start are processed in any order; one is the last, and all counters return to zero."""
     random.seed(seed)
     shift, rows, slots = random.choice((0, 0, 1, 3)), random.choice(SWAP_AB_ROWS), 4096
     leaves = random.choice((1, 7, 16, 17, 64, 65, 100, 255, 257, 300)) << random.choice((0, shift))
     addresses = (1 << 20, 1 << 30, Int64(0), Int64(1 << 40))
-    # Nodes of few columns have levels in shared memory, those of many have the first level in registers.
+    # Nodes of few columns have levels in shared memory; nodes of many columns have the first level in registers.
     sizes = random.choice(((shared_levels(rows, 128), rows, 128), (1, LATENT_SWAP_AB_ROWS, 512, HostNode())))
-    levels = gmem_levels(1, leaves, sizes[0])  # of requests of as many keys
+    levels = gmem_levels(1, leaves, sizes[0])  # of requests of this number of keys
     geometry = device_tuple(DecodeGeometry, slots=slots, gmem_levels=levels)
     tree = HostTree(*addresses, geometry, *sizes)
     subtrees = -(-leaves >> shift)

@@ -1,4 +1,6 @@
-"""Work counters: who gets a set of its own. Real streams and captures need a GPU, see tests/prefill."""
+"""Work counters: each launch that needs one gets a set of its own. Real streams and captures are tested in
+tests/prefill.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ INTS = 7
 
 @pytest.fixture
 def hurried() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Make threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -29,13 +31,13 @@ def hurried() -> Iterator[None]:
 
 
 def in_threads(count: int, work: list[Tickets]) -> dict[int, list[int]]:
-    """Addresses that ``count`` threads get, all alive and asking at once; ``work`` gives each call's object."""
+    """Return the addresses that ``count`` concurrent threads get; ``work`` gives each call's object."""
     together, got = threading.Barrier(count), {}
 
     def ask(number: int) -> None:
         together.wait()
         got[number] = [one.address() for one in work for _ in range(3)]
-        together.wait()  # a thread that has ended would give its identity to another
+        together.wait()  # a finished thread would pass its identity to another
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
     for thread in threads:
@@ -135,7 +137,7 @@ def test_one_store_for_each_device_and_size(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class FakeStreams:
-    """Stands for CUDA: the current stream's handle, and whether it is being captured."""
+    """Stand-in for CUDA: the current stream's handle, and whether it is being captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.current, self.capturing, self.asked = 0, False, 0
@@ -178,7 +180,7 @@ def test_each_captured_launch_has_a_set(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_legacy_stream_is_not_asked_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA refuses to capture it, and asking takes time."""
+    """CUDA refuses to capture this stream, and the query takes time."""
     streams = FakeStreams(monkeypatch)
     streams.address(module.LEGACY_STREAM)
     assert streams.asked == 0

@@ -1,6 +1,6 @@
-"""The cache of compiled kernels: compiled once, never half there, repaired when damaged, and renewed with the sources.
+"""The cache of compiled kernels: compiled once, never partial, repaired after damage, and renewed with the sources.
 
-The compiler behind it is a stand-in; real compiles are in test_kernels_compile.
+The compiler behind the cache is a stand-in; test_kernels_compile has real compiles.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NOBODY = 65534  # a user's number
 
 @pytest.fixture(autouse=True)
 def compiler(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Provide a compiler of our own and an empty cache."""
+    """Provide a compiler of the tests and an empty cache."""
     fake = Compiler(tmp_path / "record")
     fake.install(monkeypatch)
     monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / "cache"))
@@ -62,10 +62,10 @@ def compiler(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Compile
 
 @pytest.fixture
 def unprivileged(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The cache belongs to a user without root's right to read everything, and so does the process."""
+    """The cache and the process belong to a user without root's right to read everything."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("HOPWELL_CACHE_DIR", f"{folder}/cache")
-        monkeypatch.setattr(fingerprint, "check", lambda: None)  # that user may not read the sources
+        monkeypatch.setattr(fingerprint, "check", lambda: None)  # this user may not read the sources
         compiler.record = pathlib.Path(folder, "record")
         is_root = os.geteuid() == 0
         if is_root:
@@ -142,7 +142,7 @@ class TestCompile:
 
 
 class TestDamage:
-    """A damaged entry is compiled again, and then serves without another compile."""
+    """A damaged entry is compiled again, and then needs no other compile."""
 
     @staticmethod
     def rebuilt(compiler: Compiler) -> None:
@@ -288,7 +288,7 @@ class TestForbid:
         assert not cache_dir().exists(), "a read-only cache must do"
 
     def test_kernels_that_no_command_compiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Page sizes that are no powers of two are compiled on demand."""
+        """Page sizes that are not powers of two are compiled on demand."""
         paged = next(config for config in shipped_configs() if "pages8" in config.name)
         uneven = replace(paged, uneven_pages=True)
         assert uneven.name.endswith("_uneven")
@@ -299,7 +299,7 @@ class TestForbid:
     @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
     @pytest.mark.parametrize("types", shipped.PREFILL_TYPES)
     def test_the_advice_is_a_command(self, types: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It compiles the kernel that is missing."""
+        """The command compiles the missing kernel."""
         *_, config = shipped.kernels_to_ship(arch, (types,))
         monkeypatch.setenv("HOPWELL_JIT", "forbid")
         with pytest.raises(RuntimeError) as caught:
@@ -327,7 +327,7 @@ class TestForbid:
 class TestProcesses:
     @staticmethod
     def run(count: int, work: Callable[[int], Any]) -> list[Any]:
-        """Results of ``work(number)`` in ``count`` processes that begin together."""
+        """Return the results of ``work(number)`` in ``count`` processes that begin together."""
         begin, results = FORK.Barrier(count), FORK.Queue()
 
         def child(number: int) -> None:
@@ -435,14 +435,14 @@ class TestProcesses:
         assert compiler.compiled == [CONFIG.name]
 
     def test_compile_ahead_takes_what_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its processes are fresh ones, with the real compiler, which must not be needed."""
+        """The command's processes are fresh ones, with the real compiler, which they must not need."""
         built = {str(artifact(config).path) for config in CONFIGS}
         monkeypatch.setenv("HOPWELL_JIT", "forbid")
         assert {str(one.path) for one in compile_ahead(CONFIGS, jobs=2)} == built
 
 
 class TestRuntime:
-    """Which of the DSL's builds host functions are linked with."""
+    """The DSL builds that host functions are linked with."""
 
     @pytest.fixture
     def folder(self, tmp_path: pathlib.Path) -> str:
@@ -467,7 +467,7 @@ class TestRuntime:
 
 
 def test_a_description_is_for_reading(compiler: Compiler) -> None:
-    """meta.json says what the entry is to a person who looks into the cache."""
+    """meta.json describes the entry to a person who looks into the cache."""
     built = artifact(CONFIG)
     assert json.loads((built.path / META).read_text()) == built.meta
     assert isinstance(CONFIG, PrefillConfig)

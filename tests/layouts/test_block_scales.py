@@ -95,7 +95,7 @@ def test_position_takes_tensors():
 @LAYOUTS
 @given(**TILES, pad=st.integers(0, 5))
 def test_logical_view_is_no_copy(layout, pages, heads, page_size, blocks, pad):
-    """This holds for caches too whose rows are padded, so that nothing merges into larger dimensions."""
+    """Caches with padded rows are included, so that nothing merges into larger dimensions."""
     buffer = random_bytes(*shape_of(layout, pages, heads, page_size, blocks + pad))
     stored = buffer[..., :blocks]
     view = interleaved_v_scale_view(stored, layout)

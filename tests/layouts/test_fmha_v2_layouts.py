@@ -1,4 +1,4 @@
-"""FMHAv2's five input layouts: every logical element found where the documented shape puts it."""
+"""FMHAv2's five input layouts: every logical element is at the place of the documented shape."""
 
 import itertools
 
@@ -102,7 +102,7 @@ def test_stacked_pool(layout, pages, heads, page_size, dim):
     pages=SMALL, v_pages=SMALL, heads=SMALL, page_size=SMALL, dim=SMALL, lead=st.integers(0, 9), gap=st.integers(0, 2)
 )
 def test_pair_counts_blocks_from_k(layout, pages, v_pages, heads, page_size, dim, lead, gap):
-    """K starts ``lead`` elements into its storage, V, of other pages, ``pages + gap`` blocks behind K."""
+    """K starts ``lead`` elements into its storage. V, with other pages, starts ``pages + gap`` blocks after K."""
     kv_layout = PAGED[layout]
     block = heads * page_size * dim
     page = page_shape(kv_layout, heads, page_size, dim)

@@ -107,7 +107,7 @@ def test_errors(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.3, 7.0, 1e-3])
 def test_codes_are_the_same_on_every_device(scale: float) -> None:
-    """A GPU's product with the reciprocal of the scale would give others."""
+    """A GPU's product with the reciprocal of the scale would give other codes."""
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()
     bytes_of = [part.view(torch.uint8) for part in (quantize_fp8(x, scale), *quantize_nvfp4(x, scale))]
     on_gpu = [part.view(torch.uint8) for part in (quantize_fp8(x.cuda(), scale), *quantize_nvfp4(x.cuda(), scale))]

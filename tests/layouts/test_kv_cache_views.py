@@ -27,14 +27,14 @@ def page_shape(layout, heads, page_size, dim):
 
 
 def dense_offset(layout, heads, page_size, dim, head, token, d):
-    """Count the elements from the start of a dense page."""
+    """Return the offset in elements from the start of a dense page."""
     if layout == "HND":
         return (head * page_size + token) * dim + d
     return (token * heads + head) * dim + d
 
 
 def assert_addresses(view, base, expected_shape, offset):
-    """Check that every element of ``view`` lies ``offset(p, h, t, d)`` elements behind address ``base``."""
+    """Check that every element of ``view`` is ``offset(p, h, t, d)`` elements after address ``base``."""
     assert tuple(view.shape) == expected_shape
     for index in itertools.product(*map(range, expected_shape)):
         assert view[index].data_ptr() == base + offset(*index) * view.element_size(), index
@@ -100,7 +100,7 @@ def test_strides_are_kept_separately(sizes, layout, pad_page, pad_row, pad_dim):
 
 
 def test_cudnn_nhd_storage_seen_as_hnd():
-    """K and V interleaved per page in NHD storage and handed over as HND views, as cuDNN's callers do."""
+    """K and V interleaved per page in NHD storage, passed as HND views, as cuDNN's callers do."""
     pages, heads, page_size, dim = 3, 2, 4, 5
     storage = torch.empty(pages, 2, page_size, heads, dim)
     k_cache, v_cache = (storage[:, part].transpose(1, 2) for part in (0, 1))

@@ -1,4 +1,4 @@
-"""The package as a whole: doctests, exports, and nothing that reads a tensor on the host."""
+"""The package as a whole: doctests, exports, and no read of a tensor on the host."""
 
 import dataclasses
 import doctest
@@ -87,7 +87,7 @@ def tensors(value):
 
 @pytest.mark.parametrize("name", NO_READS)
 def test_no_values_are_read_on_the_host(name):
-    """Tensors on the meta device have no values, so reading one raises; and nothing may land on another device."""
+    """Tensors on the meta device have no values, so reading one raises; and no result may be on another device."""
     assert all(tensor.device.type == "meta" for tensor in tensors(NO_READS[name]()))
 
 

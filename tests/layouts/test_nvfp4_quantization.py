@@ -121,7 +121,7 @@ def test_zero_tiny_and_broken_blocks():
     st.floats(2.0**-10, 2.0**10, width=32),
 )
 def test_dequantize(data, scales, global_scale):
-    """Any bytes can be read, not just those that quantizing yields: scale factors may even be negative."""
+    """Any bytes can be read, including bytes that quantizing never gives: scale factors may even be negative."""
     values = dequantize_nvfp4(
         torch.tensor(data, dtype=torch.uint8),
         torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn),
@@ -141,12 +141,13 @@ def test_round_trip(dtype):
     data, scales = quantize_nvfp4(x, scale)
     back = dequantize_nvfp4(data, scales, scale, dtype)
     assert back.dtype == dtype
-    # What a block can hold is spaced at most 2 * SF apart, up to the clamp at 6 * SF, and SF rounds by 1/16 at most.
+    # Representable values of a block are at most 2 * SF apart, up to the clamp at 6 * SF, and SF rounds by at most
+    # 1/16.
     step = scales.float().repeat_interleave(16, -1) * scale
     error = (back.float() - x.float()).abs()
     assert (error <= step * 1.01).all()
     assert error.max() > 0
-    # A power of two makes every product exact: what came out of the format goes into it again unchanged.
+    # A power of two makes every product exact, so a dequantized value quantizes to the same code.
     exact = dequantize_nvfp4(data, scales, 2.0**-3)
     again = dequantize_nvfp4(*quantize_nvfp4(exact, 2.0**-3), 2.0**-3)
     full = exact.unflatten(-1, (-1, 16)).abs().amax(-1) == 6 * scales.float() * 2.0**-3
@@ -180,7 +181,7 @@ def test_output(tokens, heads, dim, o_sf_scale):
 
 
 def test_output_start_index():
-    """Two outputs lie in one scale buffer, the second behind the first."""
+    """Two outputs are in one scale buffer, the second after the first."""
     x = normal(3, 2, 32)
     data, scales = quantize_nvfp4_output(torch.cat((normal(6, 2, 32, seed=1), x)), 1.5)
     values = dequantize_nvfp4_output(data[6:], scales, 1.5, scale_start_index=6)

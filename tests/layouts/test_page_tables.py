@@ -34,8 +34,7 @@ def test_split_addresses(dtype, batch, width, pad):
 
 
 def test_context_meaning_of_split_ids():
-    """The context entry has a way of its own: one pool is given as K and as V, with K of page p at block 2p and V at 2p
-    + 1."""
+    """The context entry has its own meaning: one pool is K and V, with K of page p at block 2p and V at 2p + 1."""
     pages, page_size, heads, dim = 5, 4, 2, 3
     pool = torch.arange(pages * 2 * page_size * heads * dim).view(pages * 2, page_size, heads, dim)
     ids = torch.tensor([[3, 0, -1], [4, 1, 2]], dtype=torch.int32)

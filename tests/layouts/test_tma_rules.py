@@ -1,4 +1,4 @@
-"""What TMA can address."""
+"""Addresses and strides that TMA supports."""
 
 import itertools
 import re
@@ -30,7 +30,7 @@ def test_against_the_addresses_themselves(sizes, data, dtype, start):
 
 
 class Strided(torch.Tensor):
-    """Claims a row stride that no machine here has the memory for."""
+    """A tensor with a row stride beyond any machine's memory."""
 
     row = 0
 

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def batch_invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Requests are cut by their own lengths alone."""
+    """Split requests by their own lengths alone."""
     import hopwell
     from hopwell import _switches
     from hopwell.kernels.jit import settings

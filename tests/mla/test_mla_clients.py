@@ -1,4 +1,4 @@
-"""The calls that serving engines make for latent attention, as they stand in their sources, against float64."""
+"""MLA calls of serving engines, copied from their sources, against float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def even(data: MlaBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads", [8, 40])
 def test_vllm_and_sglang(heads: int, device: str) -> None:
-    """Either engine's arguments are taken. The log-sum-exp has base 2, or the one that is asked for."""
+    """Arguments of both engines are accepted. The log-sum-exp has base 2, or the requested base."""
     data = batch(device, [1] * 4, heads=heads)
     problem, expected = data.decode(64), data.expected_mla()
     options: dict[str, Any] = dict(query=even(data), skip_softmax_threshold_scale_factor=None, enable_dcp=False)
@@ -59,7 +59,7 @@ def test_vllm_and_sglang(heads: int, device: str) -> None:
 
 @pytest.mark.parametrize("top_k", [0, 68], ids=["dense", "sparse"])
 def test_uneven_new_tokens(top_k: int, device: str) -> None:
-    """Lengths come from the device; rows behind the last request's keep what they hold, and are not read."""
+    """Lengths come from the device; rows after the last request keep their contents, and are not read."""
     data = batch(device, [3, 0, 2, 1], top_k)
     problem = data.decode(64, ragged=True)
     query = torch.cat((data.q, data.q.new_full((4, data.heads, 576), torch.nan)))
@@ -78,8 +78,10 @@ def test_uneven_new_tokens(top_k: int, device: str) -> None:
 
 @pytest.mark.parametrize("heads", [8, 40])
 def test_replays_with_other_new_tokens(heads: int, device: str) -> None:
-    """Under a graph requests get other numbers of new tokens, from none at all to the most. On the emulator later calls
-    find them in the memory of the first one."""
+    """Under a graph, requests get other numbers of new tokens, from none to the maximum.
+
+    In the emulator, later calls read them from the first call's memory.
+    """
     batches = [
         batch(device, q_lens, heads=heads, seed=seed)
         for seed, q_lens in enumerate(([3, 0, 2, 1], [0, 1, 3, 0], [0] * 4, [3] * 4, [1, 0, 0, 3]))
@@ -125,7 +127,7 @@ def test_replays_with_other_new_tokens(heads: int, device: str) -> None:
 
 
 def test_vllm_sparse_rows_of_656_bytes(device: str) -> None:
-    """What is listed counts per token, rows have scales of their own, and the log-sum-exp comes along."""
+    """Top-k lengths count per token, rows have scales of their own, and the log-sum-exp is returned."""
     top_k = 68
     data = with_lists(PackedBatch, [1] * 4, KV_LENS, top_k, device=device, heads=8)
     problem = data.decode(64)
@@ -139,7 +141,7 @@ def test_vllm_sparse_rows_of_656_bytes(device: str) -> None:
 
 
 def test_more_new_tokens_than_their_bound(device: str) -> None:
-    """Nothing is written behind the ones that there is room for, and other requests are what they are."""
+    """No write goes past the room for new tokens, and other requests do not change."""
     data = batch(device, [3, 0, 2, 1])
     out = torch.full((data.tokens, data.heads, 512), 7.0, dtype=data.dtype, device=device)
     options: dict[str, Any] = dict(query=data.q, out=out, cum_seq_lens_q=data.ints(starts(data.q_lens)), max_q_len=2)
@@ -150,7 +152,7 @@ def test_more_new_tokens_than_their_bound(device: str) -> None:
 
 
 def test_counts_of_lists(device: str) -> None:
-    """Counts are those of each new token; what is said of all tokens of a request is not looked at."""
+    """Lengths are given for each new token; a length per request is ignored."""
     data = batch(device, [2] * 4, 68)
     problem = data.decode(16)
     counted = torch.cat([data.counted(i).sum(1) for i in range(data.size)]).to(torch.int32).to(device)
@@ -162,7 +164,7 @@ def test_counts_of_lists(device: str) -> None:
 
 @pytest.mark.parametrize("q_lens", [[1] * 4, [2] * 4, [3, 0, 2, 1]], ids=["one", "two", "ragged"])
 def test_whole_lists(q_lens: list[int], device: str) -> None:
-    """FlashInfer's sparse back end takes no lengths: lists say by themselves which tokens count."""
+    """FlashInfer's sparse backend takes no lengths: the indices themselves mark the tokens that count."""
     data = batch(device, q_lens, 68)
     is_ragged = len(set(q_lens)) > 1
     problem = data.decode(16, ragged=is_ragged)
@@ -180,7 +182,7 @@ def test_whole_lists(q_lens: list[int], device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 2), (8,)], ids=str)
 def test_lengths_of_lists_as_seq_lens(shape: tuple[int, ...], device: str) -> None:
-    """FlashInfer's sparse back end takes lengths of lists in place of those of requests."""
+    """FlashInfer's sparse backend takes top-k lengths instead of request lengths."""
     data = batch(device, [2] * 4, 68)
     problem = data.decode(16)
     counted = torch.cat([data.counted(i).sum(1) for i in range(data.size)]).to(torch.int32).to(device)
@@ -195,8 +197,11 @@ def test_lengths_of_lists_as_seq_lens(shape: tuple[int, ...], device: str) -> No
     ids=["one", "few-rows", "rows", "ragged"],
 )
 def test_context_parallel_ranks(q_lens: list[int], heads: int, world: int, device: str) -> None:
-    """Every rank has each ``world``-th key, and masks by where keys are among those of all. Combined by their
-    log-sum-exps, ranks give what all keys give; a rank of which a token sees no key has 0 and -inf."""
+    """Every DCP rank has each ``world``-th key, and masks by the keys' global positions.
+
+    Combined by their log-sum-exps, the ranks give the result of all keys. A rank without a visible key for a token has
+    0 and -inf.
+    """
     data = batch(device, q_lens, heads=heads)
     is_ragged = len(set(q_lens)) > 1
     options: dict[str, Any] = dict(enable_dcp=True, cp_world=world, causal_seqlens_kv_global=data.ints(KV_LENS))
@@ -221,7 +226,7 @@ def test_tables_of_keys_and_values(device: str) -> None:
 
 @pytest.mark.parametrize("heads", [8, 40])
 def test_keys_of_a_rank_behind_its_bound(heads: int, device: str) -> None:
-    """A rank may hold keys that no row sees: NaN there leaves no trace."""
+    """A rank may hold keys that no row sees: NaN there has no effect."""
     have, bound, world = 700, 140, 2
     seen = MlaBatch([1], [bound // world], heads=heads, device=device)
     data = MlaBatch([1], [have], heads=heads, device=device)

@@ -1,4 +1,4 @@
-"""One small case of every shipped latent attention kernel, alone and under compute-sanitizer."""
+"""One small case of every shipped MLA kernel, alone and under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ SHIPPED = list(shipped_mla_configs())
 
 
 def small_case(config: MlaConfig) -> None:
-    """Requests have no keys to three chunks, which are combined; two tiles of rows where tiles are the largest and
-    attention is dense; lists of as many where it is sparse."""
+    """Check requests from zero keys to three chunks, which are combined.
+
+    Dense attention fills two tiles of the largest size. Sparse attention has top-k indices for up to three chunks.
+    """
     chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
     page_size, heads = config.box_rows or 4, 24 if config.rows == ROWS and not config.sparse else heads_of(config, 3)
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
-        # So uneven numbers of new tokens have no CTA parts.
+        # A kernel with CTA parts serves only nearly even numbers of new tokens.
         q_lens = [3, 0, 3, 1, 2] if config.batch_invariant or config.rows != ROWS else [3, 0, 3, 3, 3]
         sizes = q_lens, [1, 9, chunk + 5, 0, 2 * chunk + 70]
         case = Case(

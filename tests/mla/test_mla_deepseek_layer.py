@@ -1,5 +1,7 @@
-"""A DeepSeek-V3 layer that decodes from its latent cache computes what attention with all keys and values computes, of
-the tokens that the cache has: those of a narrow cache are dequantised."""
+"""A DeepSeek-V3 layer that decodes from its latent cache equals attention with all keys and values.
+
+The reference uses the tokens in the cache, dequantized for narrow caches.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from helpers.deepseek_layer import LatentAttention, LatentCache, Sizes, generate
 from hopwell import layouts
 
 SMALL = Sizes(hidden=256, heads=8, q_lora=128, index_heads=4)
-ROUNDING = {"bf16": 0.01, "e4m3": 0.04, "fp8_ds_mla": 0.04}  # of a cache's rows, relative
+ROUNDING = {"bf16": 0.01, "e4m3": 0.04, "fp8_ds_mla": 0.04}  # relative, of a cache's rows
 KINDS = [("bf16", 0), ("e4m3", 0), ("fp8_ds_mla", 0), ("fp8_ds_mla", 48)]
 
 
 class RecordedLayer(LatentAttention):
-    """It keeps which tokens were chosen in each step."""
+    """A layer that records the tokens chosen in each step."""
 
     def __init__(self, sizes: Sizes, device: str):
         super().__init__(sizes, device)
@@ -31,7 +33,7 @@ class RecordedLayer(LatentAttention):
 
 
 def latent_rows(cache: LatentCache, request: int) -> torch.Tensor:
-    """Return the values [tokens, 576] that the cache has of a request, in float32."""
+    """Return a request's values [tokens, 576] in the cache, in float32."""
     position = torch.arange(int(cache.seq_lens[request]), device=cache.pool.device)
     rows = cache.pool.view(-1, cache.pool.shape[-1])[cache.slots(torch.full_like(position, request), position).long()]
     if cache.kind == "fp8_ds_mla":
@@ -40,8 +42,10 @@ def latent_rows(cache: LatentCache, request: int) -> torch.Tensor:
 
 
 def unabsorbed(wave: LatentAttention, hidden: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of the last tokens of a request [tokens, hidden], with every head's keys and values, made of
-    the cache's ``rows``. ``seen`` [tokens, keys] says which of them count."""
+    """Return the outputs [tokens, hidden] of a request's last tokens, with every head's keys and values.
+
+    They are computed from the cache's ``rows``. ``seen`` [tokens, keys] marks the keys that count.
+    """
     s, new = wave.sizes, len(seen)
     position = torch.arange(len(hidden), device=hidden.device)
     latent, k_rope = rows.to(hidden.dtype).split([s.kv_lora, s.rope], -1)
@@ -55,7 +59,7 @@ def unabsorbed(wave: LatentAttention, hidden: torch.Tensor, rows: torch.Tensor, 
 
 
 def visible(wave: RecordedLayer, request: int, new: int, total: int, q_len: int) -> torch.Tensor:
-    """Return [new, total]: the keys in front of each new token and its own, or those of them that were chosen."""
+    """Return [new, total]: the keys up to each new token, or only its chosen ones."""
     device = wave.project.device
     causal = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
     if not wave.sizes.top_k:
@@ -72,7 +76,7 @@ def visible(wave: RecordedLayer, request: int, new: int, total: int, q_len: int)
 def check_layer(
     sizes: Sizes, device: str, lengths: list[int], count: int, q_len: int, page_size: int = 64, kind: str = "bf16"
 ) -> None:
-    """The latent cache is no further from float64 than keys and values in bf16 are, of the same cache."""
+    """Check that the latent cache is as close to float64 as bf16 keys and values of the same cache."""
     torch.manual_seed(0)
     wave = RecordedLayer(sizes, device).bfloat16()
     prompts = [torch.randn(n, sizes.hidden, device=device).bfloat16() for n in lengths]

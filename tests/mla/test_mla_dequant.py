@@ -1,5 +1,7 @@
-"""Latent attention of 16-bit queries over caches of 8 bits, e4m3 or rows of 656 bytes, against float64 and the kernels
-of 16 bits."""
+"""MLA of 16-bit queries over 8-bit caches, against float64 and the 16-bit kernels.
+
+The caches are e4m3, or rows of 656 bytes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def batch(kind: type[MlaBatch], device: str, top_k: int = 0, q_len: int = 1, **o
     ids=["bf16 rows16 sparse", "fp16 rows64 dense"],
 )
 def test_e4m3_caches(dtype: torch.dtype, heads: int, top_k: int, device: str) -> None:
-    """Bits are those of the 16-bit kernel over a cache of the same values."""
+    """Bits equal the 16-bit kernel's over a cache of the same values."""
     data = batch(MlaBatch, device, top_k, heads=heads, dtype=dtype, kv_dtype=E4M3)
     problem = data.decode(64)
     out = mla(data, problem)
@@ -81,7 +83,7 @@ def test_rows_of_656_bytes(power_of_two: bool, heads: int, top_k: int, device: s
 @KINDS
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_long_requests(heads: int, top_k: int) -> None:
-    """Requests have many chunks and leaves; by itself, each gives the bits that it has in the batch."""
+    """Requests have many chunks and leaves; each gives the same bits alone and in the batch."""
     data = batch(MlaBatch, "cuda", 16 * TOP_K if top_k else 0, 2, kv_lens=[9000, 5, 40_000], heads=heads, kv_dtype=E4M3)
     problem = data.decode(64)
     out = mla(data, problem)
@@ -95,7 +97,7 @@ def test_long_requests(heads: int, top_k: int) -> None:
 
 @pytest.mark.parametrize(("heads", "top_k"), [(MANY, 0), (MANY, TOP_K), (FEW, 0)])
 def test_batch_invariance(heads: int, top_k: int, batch_invariant: None, device: str) -> None:
-    """Under the setting, a request gives the bits that it gives by itself, which it need not do without."""
+    """With the setting, a request gives the same bits alone and in a batch; without it, bits may differ."""
     data = batch(MlaBatch, device, top_k, 2, kv_lens=[1100, 5, 900], heads=heads)
     out = mla(data, data.decode(64)).flatten(0, 1)
     data.expected_mla().check(out)

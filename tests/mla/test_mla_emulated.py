@@ -1,7 +1,7 @@
-"""The latent attention kernels on the emulator, against float64: cases in one ordinary and two adverse schedules.
+"""The MLA kernels in the emulator, against float64, in one ordinary and two adverse schedules.
 
-These run under the race detector, the proxy check and strict mode. What a kernel must not read or must not leave
-out is NaN, and so is the scratch at first; what one launch leaves there the next one finds.
+They run under the race detector, the proxy check and strict mode. Data that a kernel must not read or must overwrite is
+NaN, and so is the scratch at first. Each launch finds the scratch contents of the launch before.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def page_size(config: MlaConfig) -> int:
 
 
 def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None = None) -> None:
-    """The seed goes with the case, so that the cases together see many schedules."""
+    """The seed depends on the case, so that the cases together see many schedules."""
     seed = zlib.crc32(repr((case, size)).encode()) % 10**6
     check_case(case, size, "cpu", schedules(seed, adverse, strict=True), config)
     assert not emulator.report().warnings
@@ -57,7 +57,9 @@ def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None =
 
 @pytest.mark.parametrize("config", COVERING_MLA, ids=lambda config: config.name)
 def test_fetches(config: MlaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every way to fetch meets no keys, fewer than new tokens, the edges of tiles, and two chunks."""
+    """Every fetch meets requests without keys, with fewer keys than new tokens, at the edges of tiles, and
+    two chunks.
+    """
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", config.batch_invariant)
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     kv_lens = [0, 1, 70, config.chunk_tokens + 1]
@@ -68,7 +70,7 @@ def test_fetches(config: MlaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("heads", "q_len"), [(1, 1), (16, 1), (65, 1), (128, 1), (6, 3), (128, 2)])
 def test_rows(heads: int, q_len: int) -> None:
-    """Part of a tile of rows, a whole one, and several; and both parts of a new token's heads where a tile ends."""
+    """Part of a row tile, a whole one, and several; and both parts of a new token's heads at a tile's end."""
     check(Case([q_len] * 3, [q_len - 1, 64, 129 + q_len], heads), 64)
 
 
@@ -87,7 +89,7 @@ def test_uneven_numbers_of_new_tokens(q_lens: list[int], top_k: int) -> None:
 @pytest.mark.parametrize("kind", LISTINGS)
 @pytest.mark.parametrize("dims", [MAIN, UNROTATED], ids=str)
 def test_lists(dims: tuple[int, int], kind: str, heads: int) -> None:
-    """Shorter and longer than what a row sees, with gaps, duplicates, and without an entry that counts."""
+    """Shorter and longer than the visible keys, with gaps, duplicates, and without an entry that counts."""
     case = Case([2] * 3, [1, 50, 200], heads=heads, dims=dims, top_k=68, listing=kind)
     check(case, 16)
     with emulator.use("sm_90a"):
@@ -97,7 +99,7 @@ def test_lists(dims: tuple[int, int], kind: str, heads: int) -> None:
 @BOTH_ROWS
 @pytest.mark.parametrize("place", GAPS)
 def test_gaps_in_lists(place: str, heads: int) -> None:
-    """Lists have several tiles, and more leaves and chunks."""
+    """Top-k indices fill several tiles, and more leaves and chunks."""
     with emulator.use("sm_90a"):
         for top_k in (196, 2180):
             check_gaps(place, top_k, heads, device="cpu")
@@ -111,7 +113,7 @@ def test_one_gap_anywhere(heads: int) -> None:
 
 @pytest.fixture
 def by_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are cut by their own lengths alone, not into equal CTA parts of all keys."""
+    """Split requests by their own lengths alone, not all keys into equal CTA parts."""
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
 
 
@@ -119,7 +121,7 @@ def by_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heads", [8, 40])
 @pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
 def test_pieces_are_merged(dims: tuple[int, int], sparse: bool, heads: int) -> None:
-    """Requests have one partial, two whole ones, and some, with more work than CTAs."""
+    """Requests have one partial, two whole ones, or some, with more work than CTAs."""
     chunk = chunk_tokens(dims, sparse)
     kv_lens = [chunk - 1, 2 * chunk, 4 * chunk + 77, 3]
     check(Case([1] * 4, kv_lens, heads, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
@@ -144,14 +146,16 @@ def test_own_pieces_are_merged(
 
 
 def test_own_pieces_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CTA has CTA parts for several row tiles, and stores all of its partials before it waits for others'."""
+    """A CTA has CTA parts of several row tiles, and stores all of its partials before it waits for others'."""
     monkeypatch.setattr(geometry, "EMULATED_SMS", 13)
     check(Case([4] * 2, [900, 3000], heads=128), 64, adverse=1)
 
 
 def test_launches_whose_ctas_wait_are_cooperative(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with too few multiprocessors refuses CTA parts, whose CTAs would wait for those that cannot run. It
-    takes chunks by each request's length, whose CTAs wait for nobody that has not begun."""
+    """A device with too few SMs refuses CTA parts, whose CTAs would wait for CTAs that cannot run.
+
+    It takes chunks by each request's length instead; their CTAs wait only for CTAs that have begun.
+    """
     problem = MlaBatch([1], [70], heads=33, device="cpu").decode(64)
     monkeypatch.setattr(geometry, "EMULATED_SMS", 6)
     refused = pytest.raises(emulator.HostError, match=r"cooperative launch of 6 CTAs .* room for 5")
@@ -177,7 +181,7 @@ def test_rising_logits(heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [3, 40])
 def test_query_that_is_expanded_over_heads(heads: int) -> None:
-    """Rows at one place in memory, as ``expand`` leaves them, are like rows side by side."""
+    """Query rows at one address, as from ``expand``, give the same result as contiguous rows."""
     data = MlaBatch([2, 2], [70, 5], heads=heads, device="cpu")
     problem = data.decode(64)
     one = problem.query[:, :1].expand(-1, heads, -1)
@@ -188,12 +192,15 @@ def test_query_that_is_expanded_over_heads(heads: int) -> None:
 
 @pytest.mark.usefixtures("by_own_length")
 def test_late_work_beside_polling() -> None:
-    """CTAs that have nothing left to do look for shares over and over, and write what they see: a schedule that does
-    late work only when nobody gets on would never come to the loads of the others."""
+    """CTAs without work poll for row shares and write their observations.
+
+    A schedule that does late work only without other progress would never reach the loads of other CTAs.
+    """
     check_case(Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=20), 64, "cpu", [setting("late", 710860, strict=True)])
 
 
-# Partials wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
+# Partials wait for earlier partials in their slot, more often with fewer slots: here one request's slots and little
+# more.
 @pytest.fixture
 def few_slots(by_own_length: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
@@ -203,7 +210,7 @@ def few_slots(by_own_length: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize(("heads", "q_len"), [(17, 1), (33, 2)])
 def test_slots_are_used_again(heads: int, q_len: int) -> None:
-    """Rows fill one tile or two, whose partials lie between each other."""
+    """Rows fill one or two tiles, whose partials are interleaved."""
     chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
     kv_lens = [n * chunk_tokens(MAIN) - 5 for n in chunks]
     check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)
@@ -212,15 +219,17 @@ def test_slots_are_used_again(heads: int, q_len: int) -> None:
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize("kv_type", [KvType.E4M3, KvType.FP8_DS_MLA])
 def test_slots_are_used_again_where_keys_are_widened(kv_type: KvType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warp of each CTA combines beside units there, too, or units would wait for slots for ever: nobody else frees
-    them before there are no more units."""
+    """With dequantization, one warp of each CTA also combines beside work tiles.
+
+    Otherwise work tiles would wait for slots forever: no other warp frees slots before the last work tile.
+    """
     monkeypatch.setattr(geometry, "EMULATED_SMS", 1)
     check(Case([1] * 5, [chunk_tokens(MAIN) + 6] * 5, heads=17, sinks=False, kv_type=kv_type), 64, adverse=1)
 
 
 @pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request without rows, or with few, has fewer row tiles than the others, and may have more chunks."""
+    """A request with no or few rows has fewer row tiles than the others, and may have more chunks."""
     monkeypatch.setattr(splitting, "LATENT_WORK_TILES", 6)
     kv_lens = [n * chunk_tokens(MAIN) - 5 for n in (6, 1, 2)]
     for first in (0, 1):
@@ -229,14 +238,14 @@ def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_lists() -> None:
-    """There are lists of more tokens than there are slots, each with two chunks."""
+    """More tokens have top-k indices than there are slots, each with two chunks."""
     chunk = chunk_tokens(MAIN, sparse=True)
     check(Case([9, 2], [chunk + 40, chunk], heads=17, top_k=chunk + 68, ragged=True), 64, adverse=1)
 
 
 @pytest.mark.parametrize(("top_k", "heads"), [(0, 4), (0, 17), (64, 4)])
 def test_more_requests_than_lanes(top_k: int, heads: int) -> None:
-    """Requests of many are found in the right order."""
+    """Work tiles of many requests are found in the right order."""
     kv_lens = [(0, 3, 40, 130)[i * i % 7 % 4] for i in range(75)]
     check(Case([1] * 75, kv_lens, heads, top_k=top_k, sinks=False), 16, adverse=1)
 
@@ -249,8 +258,10 @@ def test_scales_on_the_device(top_k: int) -> None:
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("chunks", [6, 9])
 def test_whoever_merges_finds_the_same(monkeypatch: pytest.MonkeyPatch, chunks: int, heads: int) -> None:
-    """Alone a request's partials are combined by the warps that attend; in a batch by others as well, some of them
-    beside units, who have to agree about what is whose."""
+    """Alone, the attending warps combine a request's partials.
+
+    In a batch other warps do so too, some of them beside work tiles, and all must agree on the row shares.
+    """
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
     kv_lens = [*[2 * chunk_tokens(MAIN)] * 5, chunks * chunk_tokens(MAIN) - 100]
     data, found = MlaBatch([1] * 6, kv_lens, heads=heads, device="cpu"), []

@@ -1,4 +1,4 @@
-"""``trtllm_batch_decode_with_kv_cache_mla`` in every input form, on the GPU and on the emulator, against float64."""
+"""``trtllm_batch_decode_with_kv_cache_mla`` in every input form, on the GPU and in the emulator, against float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_pages_of_any_size(page_size: int, heads: int, top_k: int, device: str) 
 @KINDS
 @BOTH_ROWS
 def test_index_types(heads: int, top_k: int, device: str) -> None:
-    """64-bit lengths, page ids and lists give the bits of 32-bit ones."""
+    """64-bit lengths, page ids and top-k indices give the bits of 32-bit ones."""
     data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(64)
     given = mla_arguments(data, problem)
@@ -62,7 +62,7 @@ def test_heads_of_both_kernels(q_len: int, heads: int, top_k: int) -> None:
 @KINDS
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_caches_and_names(page_size: int, top_k: int, device: str) -> None:
-    """However the cache is given and the implementation called, the result is the same to the bit."""
+    """Every form of the cache and every name of the implementation gives the same bits."""
     data = batch(device, top_k=top_k)
     problem = data.decode(page_size)
     out = mla(data, problem)
@@ -77,7 +77,7 @@ def test_caches_and_names(page_size: int, top_k: int, device: str) -> None:
 
 @pytest.mark.parametrize("width", [1, 33])
 def test_width_of_tables(width: int, device: str) -> None:
-    """What is behind the last page is not read, and a table may have any width that holds the pages."""
+    """Memory after the last page is not read, and a table may have any width that holds the pages."""
     data = batch(device)
     problem = data.decode(512)
     table = problem.page_table.key.new_full((data.size, width), -1)
@@ -94,7 +94,7 @@ def test_dims(dims: tuple[int, int], top_k: int, device: str) -> None:
 @KINDS
 @pytest.mark.parametrize(("q_len", "heads"), [(4, 3), (2, 65)])
 def test_new_tokens(q_len: int, heads: int, top_k: int, device: str) -> None:
-    """Row t of q_len sees what is in front of it, of requests with fewer keys than new tokens nothing."""
+    """Row t of q_len sees the keys before it; requests with fewer keys than new tokens have rows that see none."""
     data = batch(device, q_len, top_k, heads=heads)
     data.expected_mla().check(mla(data, data.decode(64)).flatten(0, 1))
 
@@ -108,7 +108,7 @@ def test_lists(kind: str, device: str) -> None:
 @KINDS
 @BOTH_ROWS
 def test_given_output(heads: int, top_k: int, device: str) -> None:
-    """It is what is returned, and rows between the output's stay."""
+    """The call returns the given tensor, and rows between the output's rows keep their contents."""
     data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(64)
     out = mla(data, problem)
@@ -124,7 +124,7 @@ def test_given_output(heads: int, top_k: int, device: str) -> None:
 @KINDS
 @BOTH_ROWS
 def test_inputs_of_other_strides(heads: int, top_k: int, device: str) -> None:
-    """Rows of queries at equal distances, which TMA may fetch, and at others."""
+    """Query rows at equal distances, which TMA can fetch, and at other distances."""
     data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(16)
     out = mla(data, problem)
@@ -161,7 +161,7 @@ def test_scales_and_sinks(top_k: int, device: str) -> None:
 @BOTH_ROWS
 @pytest.mark.parametrize("top_k", [0, LONG_TOP_K], ids=["dense", "sparse"])
 def test_content_of_workspace_does_not_matter(top_k: int, heads: int, device: str) -> None:
-    """The keys are such that several multiprocessors share them."""
+    """The keys are long enough that several SMs share them."""
     data = batch(device, 2, top_k, kv_lens=LONG, heads=heads)
     problem = data.decode(64)
     workspace, outs = data.workspace(LATENT_CAPACITY), []
@@ -175,7 +175,7 @@ def test_content_of_workspace_does_not_matter(top_k: int, heads: int, device: st
 
 @KINDS
 def test_repeated_with_other_tensors(top_k: int, device: str) -> None:
-    """Calls after the first take a short way; they must see every new address, length and value."""
+    """Repeated calls take a short path; they must see every new address, length and value."""
     calls = []
     for seed in range(3):
         data = batch(device, 1, top_k, seed=seed)

@@ -1,5 +1,7 @@
-"""How far latent attention over caches of 8 bits is from float64 on what the cache holds, and how far FlashMLA's
-arithmetic is on the same inputs. The latter is a model in torch of what its Hopper kernels round, not a run of them."""
+"""The error of MLA over 8-bit caches against float64, and the error of FlashMLA's arithmetic on the same inputs.
+
+The reference uses the cache's values. FlashMLA is a torch model of its Hopper kernels' rounding, not a run of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from helpers.mla_batches import MlaBatch, PackedBatch
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla
 from hopwell.layouts.mla_rows import LATENT, SCALE_COLUMNS
 
-MOST = {"e4m3": 1.33e-2, "rows": 6e-3}  # relative, in the norm; it is a quarter less
+MOST = {"e4m3": 1.33e-2, "rows": 6e-3}  # relative, in the norm; measured errors are a quarter less
 
 
 def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -22,8 +24,9 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def flashmla_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return keys [tokens, 576] as its sparse kernel dequantizes rows of 656 bytes: scales are rounded to bfloat16
-    first."""
+    """Return keys [tokens, 576] as FlashMLA's sparse kernel dequantizes rows of 656 bytes: it rounds scales to bfloat16
+    first.
+    """
     assert rows.shape[1] == FP8_DS_MLA_BYTES
     latent, scales, rotary = rows.split([LATENT, LATENT // SCALE_COLUMNS * 4, FP8_DS_MLA_BYTES - LATENT - 16], 1)
     scales = scales.contiguous().view(torch.float32).bfloat16().float().repeat_interleave(SCALE_COLUMNS, 1)
@@ -48,7 +51,7 @@ def check_error(kind: str, device: str, kv_lens: list[int], heads: int) -> None:
     problem = data.decode(64)
     given = dict(kv_cache=data.packed(64)) if packed else dict(query=data.q.to(E4M3).unsqueeze(1))
     out = mla(data, problem, **given).flatten(0, 1)
-    if packed:  # what the cache holds, not rounded to bfloat16
+    if packed:  # the cache's values, not rounded to bfloat16
         data.k = [dequantize_fp8_ds_mla(rows, torch.float32) for rows in data.rows]
         data.v = [k[..., :LATENT] for k in data.k]
     exact = data.expected_mla().out
@@ -73,14 +76,16 @@ def test_error_of_long_requests(kind: str, heads: int) -> None:
 
 
 def over_allowed(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Divide errors by what FlashInfer's test of sparse attention allows."""
+    """Divide errors by the tolerance of FlashInfer's test of sparse attention."""
     return (out - exact).abs() / (8e-4 + 2e-2 * exact.abs())
 
 
 def test_outliers_of_short_lists_are_of_rounded_weights() -> None:
-    """A model of what the kernels round is tried in the sizes and values of FlashInfer's test: lists of 128 tokens.
-    Neither float16 partials nor the output come near what is allowed; weights do, less often where tiles have own
-    references."""
+    """A model of the kernels' rounding runs with the sizes and values of FlashInfer's test: a top-k of 128.
+
+    Neither float16 partials nor the output come near the tolerance. Rounded weights do, less often if tiles have their
+    own references.
+    """
     generator = torch.Generator().manual_seed(1)
     errors: dict[str, list[torch.Tensor]] = {"output": [], "pieces": [], "weights": [], "weights of own references": []}
     for _ in range(16):

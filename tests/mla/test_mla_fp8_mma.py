@@ -1,5 +1,7 @@
-"""Latent attention of e4m3 queries over e4m3 caches where kernels multiply them as they are: what changes no bit, and
-that tiles of any logits keep their weight, however far they are below the others."""
+"""MLA of e4m3 queries over e4m3 caches with fp8 MMA: changes that must not affect a bit, and the weight of far tiles.
+
+Tiles of any logits keep their weight, however far they are below the others.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ from tests.mla.test_mla_parts import Buffers
 
 KV_LENS = [70, 0, 3, 330]
 KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
-# Heads of one new token: rows of the smaller tile, all of a larger one.
+# Heads of one new token: rows of the smaller tile, and all rows of a larger one.
 FULL_TILES = pytest.mark.parametrize("heads", [16, 64], ids=["rows16", "rows64"])
-SHARED_KEYS = {16: 64, 64: 128}  # that have one reference, by heads: those of a tile, or of the two tiles of a step
+SHARED_KEYS = {16: 64, 64: 128}  # keys with one reference, by heads: of a tile, or of the two tiles of a step
 
 
 @pytest.fixture(autouse=True)
 def products_of_bytes(request: pytest.FixtureRequest) -> None:
-    """Skip what a GPU runs with kernels of another architecture: these queries are dequantized before."""
+    """Skip GPUs that run kernels of another architecture, where these queries are dequantized first."""
     if request.node.get_closest_marker("gpu") and not has_fp8_mma(support.arch_of(torch.device("cuda"))):
         pytest.skip("kernels of this architecture do not multiply e4m3 queries")
 
@@ -41,14 +43,14 @@ def batch(device: str, q_len: int = 1, top_k: int = 0, kv_lens: list[int] = KV_L
 
 
 def bytes_of(data: ByteMlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
-    """Return the entry's output for queries of 8 bits."""
+    """Return the entry's output for 8-bit queries."""
     q_len = data.q_lens[0]
     query = problem.query.view(data.size, q_len, data.heads, data.head_dim)
     return mla(data, problem, **dict(query=query) | more)
 
 
 def test_kernels_multiply_bytes() -> None:
-    """The other tests of this file rely on it."""
+    """The other tests of this file rely on this property."""
     assert has_fp8_mma("sm_90a")
     assert not has_fp8_mma("sm_120a")
     for heads, rows in ((FEW, LATENT_SWAP_AB_ROWS), (MANY, ROWS)):
@@ -69,7 +71,7 @@ def test_entry(heads: int, top_k: int, device: str) -> None:
 @BOTH_ROWS
 @pytest.mark.parametrize("page_size", [1, 24, 512])
 def test_places_of_keys_change_no_bit(page_size: int, heads: int, device: str) -> None:
-    """Boxes and rows of pages come in the same order, whatever the size of pages and wherever they are."""
+    """Boxes and rows of pages come in the same order, for every page size and place."""
     data = batch(device, 2, heads=heads)
     out = execute(data.decode(64))
     problem, moved = data.decode(page_size), data.decode(page_size, order=5)
@@ -87,7 +89,7 @@ def test_places_of_listed_keys_change_no_bit(heads: int, device: str) -> None:
 @pytest.mark.usefixtures("batch_invariant")
 @pytest.mark.parametrize(("heads", "top_k"), [(MANY, 0), (MANY, TOP_K), (FEW, 0), (FEW, TOP_K)])
 def test_requests_by_themselves(heads: int, top_k: int, device: str) -> None:
-    """Few rows give the same bits without the setting as well."""
+    """Few rows give the same bits without the setting too."""
     data = batch(device, 2, top_k, [1100, 5, 900], heads=heads)
     out = execute(data.decode(64))
     data.expected_mla().check(out)
@@ -109,7 +111,7 @@ def test_few_rows_need_no_setting(heads: int, monkeypatch: pytest.MonkeyPatch) -
 @KINDS
 @BOTH_ROWS
 def test_strides(heads: int, top_k: int, device: str) -> None:
-    """Queries at equal distances, which TMA may fetch, and at others; a cache between NaN."""
+    """Queries at equal distances, which TMA can fetch, and at other distances; a cache between NaN."""
     data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(16)
     out, query = bytes_of(data, problem), problem.query.view(data.size, 2, heads, 576)
@@ -132,7 +134,9 @@ def test_strides(heads: int, top_k: int, device: str) -> None:
 @KINDS
 @BOTH_ROWS
 def test_what_is_behind_the_keys_changes_no_bit(heads: int, top_k: int, device: str) -> None:
-    """Tables and lists end in anything, and the rest of a last page, NaN at first, may be the largest numbers."""
+    """Tables and top-k indices end in arbitrary values; the rest of a last page, NaN at first, may be the largest
+    numbers.
+    """
     data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(64)
     assert problem.key.float().isnan().any()
@@ -155,7 +159,7 @@ def test_gaps_in_lists(place: str, heads: int, device: str) -> None:
 
 @BOTH_ROWS
 def test_masks_are_exact(heads: int, device: str) -> None:
-    """Each key that is seen counts as much as any other, at every edge of tiles, also where keys are few."""
+    """Each visible key counts equally, at every edge of tiles, also with few keys."""
     data = batch(device, 3, kv_lens=[0, 1, 2, 63, 65, 130, 257], heads=heads)
     check_counts(data, 16)
 
@@ -175,7 +179,7 @@ def test_all_at_once(heads: int, device: str) -> None:
 
 @pytest.mark.parametrize("heads", [FEW, 20])
 def test_context_parallel_ranks(heads: int, device: str) -> None:
-    """Ranks have every third key each; combined they give what all keys give."""
+    """Each DCP rank has every third key; combined, the ranks give the result of all keys."""
     data, world = batch(device, 3, heads=heads), 3
     query = data.decode(64).query.view(data.size, 3, heads, 576)
     options: dict[str, Any] = dict(enable_dcp=True, cp_world=world, causal_seqlens_kv_global=data.ints(KV_LENS))
@@ -193,7 +197,7 @@ def test_context_parallel_ranks(heads: int, device: str) -> None:
 
 
 def along_last_column(data: ByteMlaBatch, logits: torch.Tensor) -> ByteMlaBatch:
-    """Give every key of each request the raw score of ``logits``, which comes out of its last column alone."""
+    """Give every key of each request the raw score of ``logits``, carried by its last column alone."""
     data.q.zero_()
     data.q[..., -1] = 1.0
     for k in data.k:
@@ -204,9 +208,12 @@ def along_last_column(data: ByteMlaBatch, logits: torch.Tensor) -> ByteMlaBatch:
 @FULL_TILES
 @pytest.mark.parametrize("place", [3, 600, 1099])
 def test_tails_keep_their_weight(place: int, heads: int, device: str) -> None:
-    """One key has 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other
-    tiles, be these visited before or after. Relative to the largest weight of all, e4m3 would round every one of them
-    to 0."""
+    """One key has 2^20 times the weight of all others, and the value 0, so the output is the sum of keys in other
+    tiles.
+
+    These tiles are visited before or after. Relative to the largest weight of all, e4m3 would round each of their
+    weights to 0.
+    """
     keys = 1100
     token = torch.arange(keys, device=device)
     data = along_last_column(batch(device, kv_lens=[keys], heads=heads), token == place)
@@ -219,8 +226,11 @@ def test_tails_keep_their_weight(place: int, heads: int, device: str) -> None:
 
 @FULL_TILES
 def test_logits_that_jump_between_tiles(heads: int, device: str) -> None:
-    """Raw scores of tiles are a thousand powers of two and more apart, up and down; the same tiles are the largest ones
-    on both sides of others. Within a tile scores differ, by what the tensor cores add exactly."""
+    """Raw scores of tiles are a thousand powers of two and more apart, up and down.
+
+    The same tiles are the largest on both sides of others. Within a tile, scores differ by amounts that the tensor
+    cores add exactly.
+    """
     levels = torch.tensor([0, 448, -448, 448, 64, -64, 448, -448, 0, 416, -448], device=device)
     keys = SHARED_KEYS[heads]
     token = torch.arange(keys * len(levels) - 7, device=device)
@@ -234,8 +244,7 @@ def test_logits_that_jump_between_tiles(heads: int, device: str) -> None:
 @FULL_TILES
 @pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
 def test_rising_logits(sign: int, heads: int, device: str) -> None:
-    """The largest logit moves with every tile, and values do with it: what is not brought to a tile's reference
-    shows."""
+    """The largest logit rises with every tile, and values change with it, so a missing rescale is visible."""
     keys = 900
     token = torch.arange(keys, device=device)
     tile = token // SHARED_KEYS[heads]
@@ -262,7 +271,7 @@ def test_far_sinks_and_a_scale_of_zero(heads: int, device: str) -> None:
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_long_requests(dims: tuple[int, int], heads: int, top_k: int) -> None:
-    """Requests have many chunks and leaves; by itself, each gives the bits that it has in the batch."""
+    """Requests have many chunks and leaves; each gives the same bits alone and in the batch."""
     sizes = dict(head_dim=dims[0], v_head_dim=dims[1])
     data = batch("cuda", 2, 16 * top_k, [9000, 5, 40_000], heads=heads, **sizes)
     out = execute(data.decode(64))
@@ -287,7 +296,7 @@ def test_runs_do_not_differ(heads: int, top_k: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 def test_error_does_not_grow_with_keys(heads: int) -> None:
-    """What is rounded is the same for any number of keys, and sums are those of float32."""
+    """Rounding is the same for any number of keys, and sums are float32."""
     errors = {}
     for keys in (4096, 131_072):
         data = batch("cuda", kv_lens=[keys], heads=heads)

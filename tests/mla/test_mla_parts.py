@@ -1,4 +1,4 @@
-"""What must not change a bit: the rest of the batch, where pages are, bounds, strides, runs, graphs; and far places."""
+"""Changes that must not affect a bit: rest of the batch, pages, bounds, strides, runs, graphs. Also far addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hopwell.mla import mla_workspace_bytes
 pytestmark = pytest.mark.gpu
 
 KV_LENS = [700, 0, 5, 40_000, 512, 513, 1, 9000, 140_000]
-TOP_K = 4100  # of many rows two chunks and a bit, of few rows eight leaves
+TOP_K = 4100  # two chunks and a bit for many rows, eight leaves for few rows
 KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
 
 
@@ -49,7 +49,7 @@ def test_batch_is_its_requests_one_by_one(dims: tuple[int, int], heads: int, top
 @KINDS
 @BOTH_ROWS
 def test_more_of_the_same_requests(heads: int, top_k: int) -> None:
-    """Whoever shares them out, and whichever scratch their partials get."""
+    """Results do not depend on the CTAs or scratch of partials."""
     data = batch(top_k, 1, [9000], heads=heads)
     alone = execute(data.decode(64))
     for count in (2, 33, 200):
@@ -106,7 +106,7 @@ def test_capacity_does_not_matter(heads: int) -> None:
 @KINDS
 @BOTH_ROWS
 def test_entries_that_do_not_count_are_not_followed(heads: int, top_k: int) -> None:
-    """Page ids behind the last page and entries behind the visible keys may be anything."""
+    """Page ids after the last page and indices after the visible keys may be arbitrary."""
     data = batch(top_k, heads=heads)
     problem = data.decode(64)
     if top_k:
@@ -122,13 +122,13 @@ def test_entries_that_do_not_count_are_not_followed(heads: int, top_k: int) -> N
 @BOTH_ROWS
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_strides(page_size: int, heads: int, top_k: int) -> None:
-    """Queries, cache and output lie between rows of others."""
+    """Queries, cache and output are between foreign rows."""
     data = batch(top_k, heads=heads)
     problem = data.decode(page_size)
     want = execute(problem)
 
     def apart(values: torch.Tensor, *shape: int) -> torch.Tensor:
-        """The values in a larger tensor that is NaN elsewhere."""
+        """Return the values in a larger tensor that is NaN elsewhere."""
         room = torch.full(shape, math.nan, dtype=values.dtype, device=values.device)
         view = room[:, -values.shape[1] :, ..., 8 : 8 + values.shape[-1]]
         view.copy_(values)
@@ -181,7 +181,7 @@ def test_pools_beyond_32_bit_offsets(page_size: int, heads: int, top_k: int) -> 
 
 
 class Buffers:
-    """What a graph reads: large enough for any of the lengths that are put there."""
+    """Inputs of a graph, large enough for all lengths of the test."""
 
     BATCH, WIDTH, PAGES = 4, 600, 1300
     LENGTHS = ([1, 17, 300, 600], [9000, 3, 5000, 0], [512, 513, 9500, 511])
@@ -236,8 +236,11 @@ def test_graph_replays_with_other_lengths_and_tables(q_len: int, heads: int, top
 
 @BOTH_ROWS
 def test_graphs_keep_scratch_of_our_own(heads: int) -> None:
-    """With no room in the workspace, scratch is allocated in the capture itself. It stays a graph's after others, that
-    need more of it, are captured, replayed and freed, and whatever is allocated and freed meanwhile."""
+    """Without room in the workspace, the capture itself allocates scratch.
+
+    It stays with its graph while others that need more of it are captured, replayed and freed, during any other
+    allocation.
+    """
     kept, other = Buffers(1, heads, 0), Buffers(3, heads, 0)
     data = {id(buffers): batch(0, q_len, Buffers.LENGTHS[1], heads=heads) for buffers, q_len in ((kept, 1), (other, 3))}
     graphs = []

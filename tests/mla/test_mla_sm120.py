@@ -1,4 +1,4 @@
-"""Latent attention of sm_120 on the emulator, against float64, in an ordinary and an adverse schedule.
+"""MLA of sm_120 in the emulator, against float64, in an ordinary and an adverse schedule.
 
 The detectors are on, as for Hopper's kernels. On a Hopper GPU, ``HOPWELL_KERNELS=sm_120a python -m pytest -m gpu`` runs
 the tests of MLA on these kernels.
@@ -26,8 +26,10 @@ MLA = [config for config in COVERING_SM120_DECODE if isinstance(config, MlaConfi
 
 @pytest.mark.parametrize("config", MLA, ids=lambda config: config.name)
 def test_mla(config: MlaConfig) -> None:
-    """Lists have gaps, and dense keys are in pages of one and of 64, in several tiles of rows. The first one's token
-    does not see the last key, which has a leaf to itself."""
+    """Top-k indices have gaps, and dense keys are in pages of one and of 64, in several row tiles.
+
+    The third request's first token does not see the last key, which has a leaf to itself.
+    """
     dims, page = (config.head_dim_qk, config.head_dim_v), config.box_rows or 1
     heads, top_k = (20, 132) if config.sparse else (17, 0)
     case = Case([2, 1, 2, 0], [1, 129, config.chunk_tokens + 1, 3], heads, dims, top_k=top_k, ragged=True)

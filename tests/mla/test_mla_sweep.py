@@ -1,4 +1,4 @@
-"""Latent attention against float64: every page size, number of heads and of new tokens, listed tokens, exact masks."""
+"""MLA against float64: every page size, number of heads and of new tokens, top-k indices, exact masks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_heads(dims: tuple[int, int], q_len: int, heads: int) -> None:
 @pytest.mark.parametrize("q_len", [1, 2, 3, 4, 5, 8, 15, 16, 17, 32])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 def test_new_tokens(dims: tuple[int, int], q_len: int, heads: int) -> None:
-    """There are requests with fewer keys than tokens, and with new tokens on both sides of an edge."""
+    """Requests have fewer keys than tokens, or new tokens on both sides of an edge."""
     chunk = chunk_tokens(dims)
     edges = [edge + q_len // 2 for edge in (64, 128, chunk, 2 * chunk)]
     kv_lens = [0, q_len // 2, q_len - 1, q_len, q_len + 1, *edges, 5 * chunk + 3]
@@ -67,7 +67,7 @@ def test_new_tokens(dims: tuple[int, int], q_len: int, heads: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("top_k", [0, 128])
 def test_uneven_numbers_of_new_tokens(top_k: int, page_size: int, heads: int) -> None:
-    """None of some requests, and more than there are keys of others."""
+    """Some requests have no new tokens, others have more than keys."""
     chunk = chunk_tokens(DIMS[0])
     q_lens = [3, 0, 1, 33, 5, 2, 0, 17]
     kv_lens = [1, 70, 0, chunk + 20, 5, 40 * chunk, 0, 3 * chunk + 7]
@@ -85,7 +85,7 @@ def test_columns_of_all_sizes(q_len: int, heads: int, largest: float) -> None:
 @pytest.mark.parametrize("heads", [7, 40])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 def test_magnitudes(dims: tuple[int, int], heads: int, magnitude: float, top_k: int) -> None:
-    """Attention goes from uniform to rows that see few keys."""
+    """Attention ranges from uniform to rows dominated by few keys."""
     kv_lens = lengths(chunk_tokens(dims, top_k > 0), 64)[-4:]
     check_case(Case([2] * 4, kv_lens, heads, dims, top_k=top_k, magnitude=magnitude, sinks=False), 64)
 
@@ -108,7 +108,7 @@ def test_scales_on_the_device(dims: tuple[int, int], top_k: int, sinks: bool) ->
 @pytest.mark.parametrize("top_k", [0, 2500])
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
 def test_sinks_far_from_the_logits(sink: float, top_k: int, heads: int) -> None:
-    """One of no weight changes nothing, one of all weight leaves nothing."""
+    """A sink without weight changes nothing; a sink with all weight leaves nothing."""
     data = batch_of(Case([1, 2, 2], [3000, 0, 100], heads, top_k=top_k), "cuda")
     sinks = torch.full((data.heads,), sink, device=data.device)
     out = execute(data.decode(64, ragged=True, sinks=sinks))
@@ -122,7 +122,7 @@ def test_sinks_far_from_the_logits(sink: float, top_k: int, heads: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 32, 64])
 @pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
 def test_listed_tokens(dims: tuple[int, int], page_size: int, top_k: int) -> None:
-    """Requests have more keys than a list has room for, as many, and fewer."""
+    """Requests have more keys than top-k, exactly top-k, and fewer."""
     kv_lens = [0, 1, top_k // 2, top_k - 1, top_k, top_k + 1, 3 * top_k + 5, 9000]
     for kind in LISTINGS:
         check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, kind), page_size)
@@ -141,7 +141,7 @@ def test_heads_with_listed_tokens(dims: tuple[int, int], q_len: int, heads: int)
 @pytest.mark.parametrize("place", GAPS)
 @pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
 def test_gaps_in_lists(dims: tuple[int, int], place: str, heads: int) -> None:
-    """Lists have one chunk and two, whose last tiles are no whole ones."""
+    """Top-k indices fill one chunk and two, with partial last tiles."""
     for top_k in (452, 2180):
         check_gaps(place, top_k, heads, dims)
 
@@ -156,7 +156,7 @@ def test_one_gap_anywhere(heads: int) -> None:
 @pytest.mark.parametrize("top_k", [128, 2048])
 @pytest.mark.parametrize("size", [1, 16, 128])
 def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, heads: int) -> None:
-    """The sizes, values and tolerances are those that other implementations of the same function are tested with."""
+    """Sizes, values and tolerances come from the tests of other implementations of the same function."""
     kv_lens = [4096] * size
     topk_lists = [listing("distinct", q_len, 4096, top_k, seed) for seed in range(size)]
     data = MlaBatch([q_len] * size, kv_lens, heads, topk_lists=topk_lists)
@@ -168,8 +168,11 @@ def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_few_listed_tokens_leave_room(seed: int) -> None:
-    """Weights in bfloat16 make the largest errors where entries are few: by a model, 0.88 of what the test above
-    allows, over 60 cases of 8.4 million outputs. It was 1.07 with one reference for both tiles of a first step."""
+    """Weights in bfloat16 cause the largest errors with few indices.
+
+    By a model, the error is 0.88 of the tolerance of the test above, over 60 cases of 8.4 million outputs. It was 1.07
+    with one reference for both tiles of a first step.
+    """
     topk_lists = [listing("distinct", 1, 4096, 128, 1000 * seed + request) for request in range(128)]
     data = MlaBatch([1] * 128, [4096] * 128, 128, topk_lists=topk_lists, seed=seed)
     for values in (data.q, *data.k):
@@ -192,7 +195,7 @@ def test_masks_are_exact(dims: tuple[int, int], q_len: int, page_size: int) -> N
 @pytest.mark.parametrize(("q_len", "heads"), [(1, 16), (2, 16), (5, 16), (32, 16), (1, 128), (5, 40)])
 @pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
 def test_lists_are_exact(dims: tuple[int, int], q_len: int, heads: int, kind: str) -> None:
-    """Duplicates count twice, and what does not count leaves no trace."""
+    """Duplicates count twice, and entries that do not count have no effect."""
     for top_k in (64, 132, 1024):
         kv_lens = [0, 1, q_len - 1, q_len, 63, 64 + q_len // 2, top_k + q_len // 2, 5000]
         check_counts(batch_of(Case([q_len] * len(kv_lens), kv_lens, heads, dims, top_k, kind), "cuda"))

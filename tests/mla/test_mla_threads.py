@@ -1,4 +1,4 @@
-"""Threads that call all entries on streams of their own get what one thread gets, to the bit."""
+"""Threads that call all entries on their own streams get the same bits as a single thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Every type of queries and caches with all that a call can ask for at once: uneven new tokens, of requests with fewer
-keys and without any, sinks, the log-sum-exp, small and large pages, between which memory is NaN; against float64."""
+"""Every type of queries and caches with all options of a call at once, against float64.
+
+The options are uneven new tokens, requests with fewer keys and without any, sinks, the log-sum-exp, and small and large
+pages with NaN between them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ TYPES = {
     "e4m3": Types(E4M3, E4M3),
     "656 bytes": Types(BF16, torch.uint8),
 }
-# Kernels are those that other tests of entries have, which compile none beside them.
+# Kernels are shared with other tests of entries, so none is compiled only here.
 COMMON = [
     ("fp16", FEW, 0, 64),
     ("fp16", MANY, TOP_K, 1),

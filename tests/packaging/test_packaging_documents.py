@@ -1,4 +1,4 @@
-"""What is written for readers is found by them, and is run."""
+"""Documents are reachable by links, and their code runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_each_document_of_kernels_is_in_the_index() -> None:
 
 
 def links(document: pathlib.Path) -> set[pathlib.Path]:
-    """Return the documents that a document links to."""
+    """Return the links of a document to other documents."""
     found = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", document.read_text())
     return {(document.parent / target).resolve() for target in found}
 

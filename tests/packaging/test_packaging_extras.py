@@ -14,14 +14,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).parents[2]
-tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # which pytest brings
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # pytest requires this package
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PACKAGES = importlib.metadata.packages_distributions()
 
 
 def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the full names that import statements among ``nodes`` may mean, of modules or of what is in them."""
+    """Yield full names that the import statements among ``nodes`` may mean, of modules or of their members."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -49,7 +49,7 @@ def imported_by_tests() -> set[str]:
 
 
 def external(names: Iterable[str]) -> set[str]:
-    """Return the top-level packages among ``names`` that come from elsewhere than Python and this repository."""
+    """Return the top-level packages among ``names`` from outside Python and this repository."""
     own = {"hopwell", "helpers", "tests", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
     return {name.partition(".")[0] for name in names} - own - sys.stdlib_module_names
 
@@ -85,7 +85,7 @@ def providers(package: str) -> set[str]:
 
 
 def missing(extra: Iterable[str]) -> set[str]:
-    """Return the packages that tests import and that neither ``extra`` nor the base dependencies bring."""
+    """Return the imported packages of tests that neither ``extra`` nor the base dependencies install."""
     there = brought([*PROJECT["dependencies"], *extra])
     return {package for package in external(imported_by_tests()) if not providers(package) & there}
 

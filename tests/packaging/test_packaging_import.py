@@ -20,7 +20,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("version", ["4.7.9", "4.9.0", "5.1"])
 def test_another_release_gives_one_message(version: str, tmp_path: Path) -> None:
-    """The installed distribution says which it is, before anything of that release is imported."""
+    """The message names the installed distribution, before any import from that release."""
     information = tmp_path / f"{PACKAGE.replace('-', '_')}-{version}.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {version}\n")

@@ -1,4 +1,4 @@
-"""House limits: how long files and functions are, and how many parameters functions have, in every folder."""
+"""House limits: lines of files and functions, and parameters of functions, in every folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def functions(file: pathlib.Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctio
 
 
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of the body, and of the signature but where parameters are FlashInfer's; a docstring does not count, as
-    that of an entry is its manual."""
+    """Return the lines of a function, without its docstring, which is the manual of an entry.
+
+    Signatures with FlashInfer's parameters do not count either.
+    """
     assert function.end_lineno is not None
     first, lines = function.body[0], function.end_lineno - function.lineno + 1
     if ast.get_docstring(function) is not None:
@@ -37,7 +39,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def beyond(folder: pathlib.Path) -> list[str]:
-    """List what is too long, or has too many parameters, in a folder and all below it."""
+    """List the violations in a folder and all folders below it."""
     found = []
     for file in sorted(file for file in folder.rglob("*") if file.suffix in SOURCES):
         lines = len(file.read_text().splitlines())
@@ -56,7 +58,7 @@ def test_files_and_functions_keep_the_limits(folder: str) -> None:
 
 
 def test_every_folder_with_sources_is_looked_at() -> None:
-    """Build outputs and what git ignores begin with a dot, or have no sources of ours."""
+    """Build outputs and ignored folders begin with a dot, or do not have our sources."""
     files = [
         file.relative_to(ROOT) for file in ROOT.glob("*/**/*.py") if not file.relative_to(ROOT).parts[0].startswith(".")
     ]

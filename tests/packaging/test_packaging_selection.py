@@ -1,4 +1,4 @@
-"""Which tests the core set and the set of functions take."""
+"""The tests in the core set and in the set of functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMING_KERNELS = (
 
 
 class Item:
-    """What the sets look at of a test."""
+    """The parts of a test that the sets use."""
 
     def __init__(self, *markers: str, file: str = "test_a.py", function: str = "test", **params: Any) -> None:
         self.path = Path(file)
@@ -75,7 +75,7 @@ def kernels_of_tests() -> Iterator[tuple[str, Any]]:
 
 
 def test_each_cell_of_tests_has_a_listed_kernel() -> None:
-    """The list has no other kernels than those that tests name."""
+    """The list has only kernels that tests name."""
     every, listed, names = set(), set(), set()
     for kind, config in kernels_of_tests():
         every.add((kind, *cell(config)))
@@ -99,7 +99,7 @@ def test_a_case_of_each_function() -> None:
 
 
 def test_each_choice_of_kernels_is_in_one_case() -> None:
-    """Cases that could stand for one another take turns, so that schedules are met about as often."""
+    """Equivalent cases take turns, so that each schedule is met about equally often."""
     configs = list(shipped_configs("sm_90a", Family.DECODE))
     schedules = ("eager", "random")
     items = [item("emulator", config=config, schedule=name) for config in configs for name in schedules]
@@ -112,7 +112,7 @@ def test_each_choice_of_kernels_is_in_one_case() -> None:
 
 
 def test_kernels_that_run_are_looked_at_too() -> None:
-    """Tests of what the compiler made take the kernels that other tests run, and few besides, whatever their order."""
+    """Tests of compiler output take the kernels that other tests run, and few more, in any order."""
     configs = list(shipped_configs("sm_90a", Family.DECODE))
     looks = [item("compile", file="test_a.py", config=config) for config in configs]
     runs = [item("emulator", file="test_b.py", config=config) for config in configs]

@@ -34,7 +34,7 @@ FOLDERS = {
 WITHOUT_KERNELS = {"batch_invariant", "check_device_data", "get_batch_indices_positions", "get_seq_lens"}
 SHIPPED_SUFFIXES = (".py", ".c", ".h", ".map", ".typed")
 
-# What a process in the new environment reports of its hopwell.
+# Report of a process in the new environment on its hopwell.
 IMPORTS = """
 import json, pathlib, pkgutil, sys
 import hopwell, hopwell.layouts, hopwell.kernels, hopwell.emulator, hopwell.perf
@@ -69,7 +69,7 @@ def run(*command: object, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a wheel of a copy of the sources, because building writes beside them; once for all test processes."""
+    """Build a wheel of a copy of the sources, because a build writes next to them; once for all test processes."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -78,8 +78,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not out.exists():
             leftovers = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
             shutil.copytree(ROOT, tree, ignore=leftovers, dirs_exist_ok=True)
-            # The folder is moved into place when it is complete: after a failure the next process meets the same
-            # failure.
+            # The complete folder is moved into place. After a failure, the next process meets the same failure.
             fresh = shared / "packaging-fresh"
             run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", fresh, tree)
             fresh.rename(out)
@@ -101,9 +100,9 @@ def metadata(contents: dict[str, bytes]) -> email.message.Message:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel; what it depends on is lent by the environment of the tests.
+    """Return an environment with the wheel; the tests' environment lends the dependencies.
 
-    Only folders are lent, not the .pth files in them, so an editable hopwell stays behind.
+    Only folders are lent, not their .pth files, so an editable hopwell stays behind.
     """
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, symlinks=True, with_pip=True)
@@ -117,7 +116,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_venv(python: Path, *command: object) -> str:
-    """Run a command there, with nothing of this process's environment that could lead back to the source tree."""
+    """Run a command there, without any environment variable that could lead back to the source tree."""
     home = python.parents[1]
     return run(*command, cwd=home, env={"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(home)})
 
@@ -133,7 +132,7 @@ def test_all_sources_are_inside(contents: dict[str, bytes]) -> None:
 
 
 def test_native_sources_are_inside(contents: dict[str, bytes]) -> None:
-    """The emulator compiles them where it is used."""
+    """The emulator compiles the native sources on the user's machine."""
     native = [name for name in sources() if name.startswith("hopwell/emulator/native/") and not name.endswith(".py")]
     assert any(name.endswith(".c") for name in native)
     assert set(native) <= set(contents)
@@ -156,7 +155,7 @@ def test_metadata(contents: dict[str, bytes], metadata: email.message.Message, w
 
 
 def test_dependencies_are_ranges(metadata: email.message.Message) -> None:
-    """Exact pins would fight with what else a user has installed; only the tools of the linter are pinned."""
+    """Exact pins would conflict with a user's other packages; only the linter's tools are pinned."""
     needed = metadata.get_all("Requires-Dist") or []
     run_time = [requirement for requirement in needed if "extra ==" not in requirement]
     assert {re.split(r"[^\w-]", requirement)[0] for requirement in run_time} >= {

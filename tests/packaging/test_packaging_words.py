@@ -1,7 +1,7 @@
 """Pages are in plain English, and the glossary has each word once.
 
-A list of phrases that readers stumbled over. Patterns on how a sentence must open are left out on purpose: authors
-answer them with padding.
+The list has phrases that readers stumbled over. It omits patterns on the opening of a sentence on purpose, because
+authors answer them with padding.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FOLDERS = (*SOURCES, "emulator", "perf", "examples", "docs", "tests")
 
 
 def pages() -> list[str]:
-    """Return the pages that people write; ``perf/results`` is generated."""
+    """Return the hand-written pages; ``perf/results`` is generated."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "emulator").rglob("*.md")]
     return sorted(str(page.relative_to(ROOT)) for page in found)
 
 
 def banned(text: str) -> list[str]:
-    """Return the banned phrases of a text, each with what follows it; code is not looked at."""
+    """Return the banned phrases of a text, each with the words after it; code is skipped."""
     prose = " ".join(CODE.sub("`code`", text).split())
     return [prose[found.start() : found.end() + 40] for found in BANNED.finditer(prose)]
 

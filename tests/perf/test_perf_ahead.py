@@ -1,4 +1,4 @@
-"""Sweeps in parts: the kernels that are compiled before them, time limits, and runs that go on where others ended."""
+"""Sweeps in parts: kernels compiled ahead, time limits, and resumed runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_command_compiles_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family that needs no GPU, whose cases take 10 s each."""
+    """Return a family that needs no GPU, with cases of 10 s each."""
     now = itertools.count(step=10)
     monkeypatch.setattr(command, "_families", lambda: (COPIES,))
     monkeypatch.setattr(command.time, "monotonic", lambda: float(next(now)))
@@ -111,7 +111,7 @@ def test_a_limit_and_what_goes_on_after_it(tmp_path: Path, monkeypatch: pytest.M
     run = Run.load(path)
     assert run.date == "today, tomorrow"
     assert len(run.rows) == 4 * 6
-    # 8e6 and 4e5 in 2 ms, whatever a case needs.
+    # 8e6 and 4e5 in 2 ms, for every case.
     assert run.ceiling_rates == {"multiply, MB/s": [pytest.approx(4000)] * 4, "read, MB/s": [pytest.approx(200)] * 4}
     assert "\n\nCeilings, over all cases of this run: multiply, MB/s: 4000 to 4000; read, MB/s: 200 to 200.\n\n" in (
         path.with_suffix(".md").read_text()

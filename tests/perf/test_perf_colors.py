@@ -1,4 +1,4 @@
-"""Figures: which bars there are, and in which colours."""
+"""Figures: their bars and their colours."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_no_more_bars_than_fit() -> None:
 
 
 def test_peers_far_behind_make_room() -> None:
-    """A peer is left out by the case that it is best at, and two forms of ours stay."""
+    """A peer is left out by its best case, and two forms of ours remain."""
     many = {f"hopwell, pages of {1 << i}": [1.0, 1.0] for i in range(3)}
     peers = {f"peer {i}": [1.0 + i, None] for i in range(colors.MOST - 2)} | {"late": [1.0, 1.0], "far": [0.5, None]}
     shown = colors.shown(many | peers)

@@ -1,4 +1,4 @@
-"""Commands of the measurements say in one line what is missing: a package, a tool, a file or a GPU."""
+"""Commands of the measurements report a missing package, tool, file or GPU in one line."""
 
 from __future__ import annotations
 

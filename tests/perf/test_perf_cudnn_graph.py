@@ -1,4 +1,4 @@
-"""The graph of cuDNN that prefill in e4m3 is measured with, on a stand-in for cuDNN's front end."""
+"""cuDNN's graph for measurements of e4m3 prefill, on a stand-in for cuDNN's frontend."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def setter(field: str) -> Callable[[Any, Any], Any]:
 
 @dataclass(eq=False)
 class Declared:
-    """A tensor of a graph, as the front end has it: each setter returns it."""
+    """A tensor of a graph, with the frontend's interface: each setter returns it."""
 
     dim: Any = None
     stride: Any = None
@@ -46,13 +46,13 @@ class Declared:
     set_output, set_dim, set_stride, set_data_type = map(setter, ("is_output", "dim", "stride", "data_type"))
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Return what cuDNN takes memory for, by its declaration alone."""
+        """Return the memory layout that cuDNN assumes, from the declaration alone."""
         assert data.dtype is self.data_type
         return data.as_strided(self.dim, self.stride)
 
 
 class Graph:
-    """Computes attention in float32 on the tensors that are declared, and refuses outputs of other types."""
+    """Computes attention in float32 on the declared tensors, and refuses outputs of other types."""
 
     def __init__(self, output: torch.dtype, **options: Any) -> None:
         self.output, self.handle, self.plans = output, options["handle"], None
@@ -95,7 +95,7 @@ class Graph:
 
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what installs a cuDNN whose card has outputs of one type for e4m3."""
+    """Return an installer of a cuDNN whose card supports one output type for e4m3."""
 
     def install(output: torch.dtype) -> None:
         modes, types = {"A": "A", "FALLBACK": "FALLBACK"}, {"FP8_E4M3": E4M3, "BFLOAT16": BF16, "FLOAT": torch.float32}

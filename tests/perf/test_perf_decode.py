@@ -1,4 +1,4 @@
-"""The decode family: its cases, its tensors, how its errors are found, and what its candidates say."""
+"""The decode family: its cases, its tensors, its errors, and its candidates' remarks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_candidates_compute_the_case(case: Decode) -> None:
 
 
 def test_a_cache_without_a_kernel_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry that refuses a case leaves a reason where its figure would be."""
+    """A refused case shows the reason instead of a figure."""
     monkeypatch.setattr("hopwell.perf.measure.interleaved", lambda calls: dict.fromkeys(calls, 1.0))
     family = replace(DECODE, inputs=lambda case: DecodeTensors(case, "cpu"))
     [row] = command._measure(family, replace(SMALL, head_dim=272), ["hopwell, pages of 16"], lambda step: None)

@@ -1,4 +1,4 @@
-"""Cases by the bits of their operands, and tables of documents that are written from the files of runs."""
+"""Cases by the bits of their operands, and tables of documents written from the files of runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_names_tell_precision(name: str, wide: str, group: str) -> None:
 
 
 def cells(text: str, title: str) -> list[str]:
-    """Figures of the row of a table that has this title, the first of them."""
+    """Return the figures of the first table row with this title."""
     [line, *_] = [line for line in text.splitlines() if line.startswith(f"| {title} ")]
     return [cell.strip() for cell in line.split("|")[2:-1]]
 

@@ -1,4 +1,4 @@
-"""Cases in e4m3 and over quantized caches, and the peers that compute them."""
+"""Cases in e4m3 and over quantized caches, and their peers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_packed_rows() -> None:
 
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3, NVFP4])
 def test_appending(kv_dtype: torch.dtype) -> None:
-    """Torch's candidate writes what errors are measured against, and a wrong token is an error."""
+    """Torch's candidate writes the reference of the errors, and a wrong token is an error."""
     t = AppendTensors(replace(NEW, kv_dtype=kv_dtype), "cpu")
     pages = torch_indexing(16)(t)()
     assert t.error(pages) == 0
@@ -199,7 +199,7 @@ def test_every_peer_has_a_colour_of_its_own() -> None:
 
 
 def test_tables_and_plots_of_narrow_types(tmp_path: Path) -> None:
-    """Each case has the ceilings that bound it; forms of ours that read a cache are drawn beside all the peers."""
+    """Each case has its own ceilings; our forms that read a cache are drawn beside all the peers."""
     names = ("P1", "P1-fp8", "P1-nvfp4-cache")
     rows = []
     for name in names:

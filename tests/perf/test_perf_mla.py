@@ -1,4 +1,4 @@
-"""The MLA family: its cases, what it counts, and what its candidates say."""
+"""The MLA family: its cases, its counts, and its candidates' remarks."""
 
 from __future__ import annotations
 

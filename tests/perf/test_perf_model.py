@@ -1,4 +1,4 @@
-"""The performance model: loops in code, what they do, how long it takes, and what follows for a shape."""
+"""The performance model: loops in code, their work, their time, and the prediction for a shape."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ past:
 }
 """
 
-# What nvdisasm -hex prints, cut to what is read. The first control word: 4 cycles of stall, scoreboard 0 for both ends.
+# Output of nvdisasm -hex, shortened. The first control word: 4 cycles of stall, scoreboard 0 for both ends.
 LISTING = """
 .L_x_1:
         /*0000*/                   MUFU.EX2 R1, R1 ;            /* 0x0000000100017308 */
@@ -173,8 +173,9 @@ def test_a_step_is_as_long_as_its_busiest_unit() -> None:
 
 
 def test_prediction() -> None:
-    """Three work tiles have 8 steps each, on two SMs: one SM has two, and nothing else happens for half of the other's
-    time."""
+    """Three work tiles have 8 steps each, on two SMs: one SM has two, and the other SM is idle for half of
+    that time.
+    """
     rates = replace(B200, sms=2, launch=1000)
     steady, masked = Step({"MMA": 2048.0}), Step({"MMA": 3072.0})
     kernel = KernelModel(steady, masked, mma=2048.0, drain=100.0, q_wait=10.0, store=1.0, keys=128)
@@ -210,7 +211,7 @@ def test_a_compiled_kernel() -> None:
     config = config_of(p1, "sm_100a")
     kernel = kernel_model(work(config, artifact(config)), config, B200)
     units = kernel.steady.units
-    # Four products of 128 x 128 x 128; their operands, and K and V as they come, through 128 bytes a cycle.
+    # Four products of 128 x 128 x 128; their operands, and the arriving K and V, at 128 bytes a cycle.
     assert (kernel.mma, units[MMA]) == (2048, 2048)
     assert units[SHARED] == 2 * 3 * 256 + 512 + 16
     assert units[L2] == 65536 / B200.l2_bytes

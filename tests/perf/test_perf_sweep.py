@@ -1,4 +1,4 @@
-"""The sweep of workloads: which cases it picks, what it counts, what its files say."""
+"""The sweep of workloads: its cases, its counts, and its files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parents[2] / "perf" / "results"
 
 @dataclass(frozen=True)
 class Copy:
-    """A case of a family that needs no GPU: copies of so many numbers."""
+    """A case of a family that needs no GPU: copies of this number of elements."""
 
     name: str
     x: int
@@ -150,7 +150,7 @@ def test_what_is_measured_stays_when_a_later_case_ends_the_process(
 
 @pytest.mark.usefixtures("without_gpu")
 def test_the_floor_is_the_longest_time_at_a_ceiling(tmp_path: Path) -> None:
-    """In 2 ms come 8e6 products, 4000 in a us, and 4e5 bytes, 200 in a us."""
+    """In 2 ms there are 8e6 products, 4000 in a us, and 4e5 bytes, 200 in a us."""
     assert sweep(tmp_path).exit_code == 0
     run = Run.load(tmp_path / "copies.json")
     assert run.ceilings == ["multiply", "read"]
@@ -207,7 +207,9 @@ def test_what_cannot_be_captured_or_held_is_listed(monkeypatch: pytest.MonkeyPat
 
 
 def test_calls_that_cannot_be_captured_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are timed. A graph that replays in next to no time beside its calls holds none of their launches."""
+    """All other calls are timed. A graph that replays in a tiny part of its calls' time does not hold their
+    launches.
+    """
 
     def capture(call: Any, graph_ms: float) -> Any:
         call()
@@ -286,7 +288,7 @@ def test_lines_have_one_legend_beside_them(figures: list[Any], tmp_path: Path) -
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are saved."""
+    """Return the saved figures."""
     from matplotlib.figure import Figure
 
     saved, save = [], Figure.savefig
@@ -300,7 +302,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def legend(figure: Any) -> set[str]:
-    """Return what the one legend says, which hides no axes."""
+    """Return the entries of the one legend, which hides no axes."""
     [found] = figure.legends
     for axes in figure.axes:
         assert axes.get_legend() is None
@@ -326,7 +328,7 @@ def test_families_measure_what_may_decide(family: Family, ceilings: list[str]) -
 
 
 def test_demand_of_prefill() -> None:
-    """There are 4 new tokens of 6, 8 heads of 16 and 8 numbers, and 2 of keys and values."""
+    """The case has 4 new tokens of 6, 8 heads with head dims 16 and 8, and 2 KV heads."""
     case = Prefill("", "", (4,), (6,), 8, 2, 16, 8, causal=False)
     queries = 2 * 4 * 8 * (16 + 8)
     assert case.demand == {MATMUL: 2 * 8 * (16 + 8) * 4 * 6, READ: queries + 2 * 6 * 2 * (16 + 8)}
@@ -377,7 +379,7 @@ def test_cases_of_prefill() -> None:
 
 @pytest.mark.parametrize(("causal", "left"), [(False, -1), (True, -1), (True, 0), (True, 3), (True, 7), (True, 100)])
 def test_work_counts_visible_keys(causal: bool, left: int) -> None:
-    """The diagonal of a causal mask counts half, and so does nothing else."""
+    """Only the diagonal of a causal mask counts half."""
     q_lens, kv_lens = (1, 5, 8), (9, 5, 20)
     case = Prefill("", "", q_lens, kv_lens, 3, 1, 16, 8, causal=causal, window_left=left)
     visible = 0.0
@@ -407,7 +409,7 @@ def test_a_sweep_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_warm_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is timed without the others, the first round counts for nothing, and the median of the rest is reported."""
+    """Each call is timed alone, the first round is dropped, and the median of the rest is reported."""
     now, log = [0.0], []
     costs = {"slow": iter([9e-6] * 2 + [5e-6] * 2 + [7e-6] * 2 + [6e-6] * 2), "fast": iter([9e-6] * 2 + [1e-6] * 6)}
 
@@ -428,7 +430,7 @@ def test_warm_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_to_add() -> dict[str, Any]:
-    """Return what a process of its own finds in this module."""
+    """Return the inputs that a separate process finds in this module."""
     return {"add": lambda: torch.ones(4) + 1, "fail": missing}
 
 

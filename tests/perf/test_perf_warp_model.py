@@ -1,4 +1,4 @@
-"""The model of kernels of mma.sync: what it reads from machine code, and the arithmetic of its steps."""
+"""The model of mma.sync kernels: its reading of machine code, and the arithmetic of its steps."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_streams_are_limited_by_memory() -> None:
 
 
 def test_decode_that_another_unit_limits() -> None:
-    """16384 bytes a step, of which memory takes 4498 cycles to bring them, and the rest is what is not used of it."""
+    """A step has 16384 bytes, which memory delivers in 4498 cycles; the rest of the bandwidth is unused."""
     does = LoopWork({PLAIN_16: 4096}, {}, 16384, 100)
     for warps, limiter, then in ((4, MEMORY, SHARED), (64, SHARED, MEMORY)):
         found = predict(does, Shape(warps, 16384, streams=True), PRO)
@@ -148,7 +148,7 @@ def test_warps_that_convert_count_beside_those_that_multiply() -> None:
 
 
 def test_loops_know_their_keys_and_bytes() -> None:
-    """The steps are one of 64 keys of 576 and 512 columns, 16 rows and four warps, and one of prefill."""
+    """One step has 64 keys of 576 and 512 columns, 16 rows and four warps; another is of prefill."""
     latent, first = warp_report.mla("MLA"), warp_report.prefill("prefill", (128, 128))
     does = LoopWork({PLAIN_16: 2 * 16 * 64 * (576 + 512) // 4}, {}, 0, 1)
     assert (latent.keys(does), latent.key_bytes, latent.streams) == (64, 1152, True)
@@ -160,7 +160,7 @@ def test_loops_know_their_keys_and_bytes() -> None:
 
 
 def test_what_stays_unhidden_counts_on_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 2048 cycles there, and 4096 on a card of half of the rate; a quarter of the time is unexplained."""
+    """A step takes 2048 cycles there, and 4096 on a card of half the rate; a quarter of the time is unexplained."""
     does = LoopWork({PLAIN_16: 4096 * 128}, {}, 0, 1)
     monkeypatch.setattr(warp_report, "work_of", lambda loop: does)
     one = warp_report.prefill("prefill", (128, 128))
@@ -178,7 +178,7 @@ def test_measured_rates_of_hopper_are_those_of_the_run() -> None:
 
 
 def test_steps_of_mla_are_what_longer_requests_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch takes 1 s besides its steps, which read at half of what the ceiling reads."""
+    """A launch takes 1 s besides its steps, which read at half of the ceiling's rate."""
     works = {case.name: case for case in MLA}
     ceiling = 100e12
     times = {name: 1.0 + works[name].work / (ceiling / 2) for name in ("H16", "H16-deep")}

@@ -1,4 +1,4 @@
-"""The calls that serving engines make for prefill, as they stand in their sources, against float64."""
+"""Prefill calls of serving engines, copied from their sources, against float64."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from helpers.low_precision import E4M3 as FP8
 
 
 def padded(data: Batch, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an output with rows for more tokens, as full graphs have them."""
+    """Allocate an output with rows for more tokens, as in full graphs."""
     return torch.full((data.tokens + 6, data.heads, data.head_dim), 7.0, dtype=BF16, device=data.device).to(dtype)
 
 
 @pytest.mark.parametrize("out_dtype", [None, BF16, FP8], ids=str)
 def test_vllm_context(out_dtype: torch.dtype | None, device: str) -> None:
-    """K and V are halves of the rows of one cache; queries and cache have 8 bits where ``out_dtype`` is given. The
-    workspace is zeroed and the counters are for others' kernels."""
+    """K and V are halves of the rows of one cache; queries and cache have 8 bits if ``out_dtype`` is given.
+
+    The workspace is zeroed, and the counters are for other kernels.
+    """
     has_bytes = out_dtype is not None
     data = (ByteBatch if has_bytes else Batch)(Q_LENS, KV_LENS, 4, 2, device=device)
     key, value, table = data.pages(16)
@@ -48,8 +50,9 @@ def test_vllm_context(out_dtype: torch.dtype | None, device: str) -> None:
 
 @pytest.mark.parametrize("left", [-1, 40])
 def test_sglang_context(left: int, device: str) -> None:
-    """Its default on Blackwell is taken: NHD pools seen as HND, sinks or none, and what other kernels would need by
-    name."""
+    """SGLang's default call on Blackwell works: NHD pools as HND views, sinks or none, other kernels' arguments by
+    name.
+    """
     data = Batch(Q_LENS, KV_LENS, 4, 2, device=device)
     key, value, table = data.pages(16)
     pair = tuple(pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (key, value))
@@ -62,8 +65,10 @@ def test_sglang_context(left: int, device: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [72, 80])
 def test_vision_encoders_with_padding_requests(head_dim: int, device: str) -> None:
-    """SGLang and TokenSpeed pad a batch with requests of length 0, all of which start behind the last token; offsets
-    are of shape [batch + 1, 1, 1, 1]. 16 heads of 1152 columns are 72 wide."""
+    """SGLang and TokenSpeed pad a batch with requests of length 0, which all start after the last token.
+
+    Offsets have the shape [batch + 1, 1, 1, 1]. 16 heads of 1152 columns are 72 wide.
+    """
     lengths = [70, 130]
     data = Batch(lengths, lengths, 4, 4, head_dim, device=device)
     ends = [*starts(lengths), *[data.tokens] * 3]

@@ -25,20 +25,20 @@ LENGTHS = (
     ([257, 130, 5, 0], [300, 700, 9, 77]),
     ([1, 1, 1, 1], [700, 1, 16, 17]),
 )
-# Room for any of them.
+# Room for the tensors of any batch.
 TOKENS, KEYS, PAGES, WIDTH = 400, 1200, 120, 60
 BOUNDS = dict(max_q_len=300, max_kv_len=960)
 
 
 def room(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the tensor at the beginning of a longer one, with NaN behind it."""
+    """Return the tensor at the beginning of a longer one, with NaN after it."""
     longer = tensor.new_full((size, *tensor.shape[1:]), math.nan)
     longer[: tensor.shape[0]] = tensor
     return longer
 
 
 def paged(data: Batch, order: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return K and V pages and their table."""
+    """Return K and V pages, and their table."""
     key, value, table = data.pages(16, order=order)
     return room(key, PAGES), room(value, PAGES), torch.nn.functional.pad(table, (0, WIDTH - table.shape[1]), value=-1)
 
@@ -55,7 +55,7 @@ def context(data: Batch) -> dict[str, Any]:
 
 
 def context_with_everything(data: Batch) -> dict[str, Any]:
-    """Page ids of K's and of V's own, sinks, and scales that the kernel reads."""
+    """Return a call with separate page ids for K and V, sinks, and scales that the kernel reads."""
     _, value, v_table = paged(data, order=5)
     key, _, k_table = paged(data)
     changes = dict(
@@ -102,7 +102,7 @@ def cudnn_paged(data: Batch) -> dict[str, Any]:
 
 
 def cudnn_ragged(data: Batch) -> dict[str, Any]:
-    """Call with offsets for each tensor, and with gaps between the requests of K and of V."""
+    """Return a call with offsets for each tensor, and with gaps between the requests of K and of V."""
     key, _, k_begins = data.ragged(gap=2)
     _, value, v_begins = data.ragged(gap=5)
     return cudnn(
@@ -117,7 +117,7 @@ def cudnn_ragged(data: Batch) -> dict[str, Any]:
 
 
 def check_cudnn(data: Batch, arguments: dict[str, Any], out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Rows past the end of a request are -inf in a padded log-sum-exp, and stay where offsets place rows."""
+    """Check that rows past a request's end are -inf in a padded log-sum-exp, and unchanged with offsets for rows."""
     expected = data.expected(CAUSAL if arguments["causal"] else FULL)
     expected.check(out[: data.tokens])
     if arguments.get("batch_offsets_stats") is None:
@@ -149,7 +149,7 @@ def tensors(nested: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_replays_see_new_inputs(name: str) -> None:
-    """Every tensor changes in place, while numbers and shapes stay; what lies behind a batch is not written."""
+    """Every tensor changes in place, while numbers and shapes stay; memory after a batch is not written."""
     arguments_of, entry, check = ENTRIES[name]
     buffers = arguments_of(Batch(*LENGTHS[0], seed=9))
     call = partial(entry, **buffers)
@@ -196,8 +196,10 @@ def test_streams_and_threads_do_not_disturb_each_other() -> None:
 
 
 def test_threads_that_call_an_entry() -> None:
-    """More kinds of calls than are recognised without a key. Each is new to all threads at once and then repeated by
-    them, with tensors of their own."""
+    """More kinds of calls than are recognised without a key.
+
+    Each call is new to all threads at once and then repeated by them, with tensors of their own.
+    """
 
     def work(thread: int) -> Callable[[], None]:
         calls = []

@@ -17,8 +17,8 @@ from hopwell.kernels.registry import shipped_configs
 
 pytestmark = pytest.mark.gpu
 
-# Besides the main ones: columns that fill no swizzle block, and warpgroups that share rows. The rest have a kernel
-# each.
+# Besides the main head dims: columns that fill no swizzle block, and warpgroups that share rows. All other head dims
+# have one kernel each.
 FULLY_SANITIZED = (*MAIN_DIMS, (80, 80), (512, 512))
 
 
@@ -27,8 +27,10 @@ def dims_of(config: PrefillConfig) -> tuple[int, int]:
 
 
 def cases() -> list[PrefillConfig]:
-    """Return the main head dims in full, of what is chosen for speed in bf16; of the others, which differ in tile sizes
-    alone, the causal bf16 kernels."""
+    """Return the cases: main head dims with all masks, and performance choices in bf16.
+
+    Other head dims differ only in tile sizes, so they have the causal bf16 kernels.
+    """
     found = list(FP16_FEATURES)
     for config in shipped_configs():
         main = dims_of(config) in MAIN_DIMS
@@ -44,8 +46,7 @@ def cases() -> list[PrefillConfig]:
 
 
 def small_case(config: PrefillConfig) -> None:
-    """Check empty, short and long requests against float64: three tiles of queries, or few where heads are to be
-    packed."""
+    """Check empty, short and long requests against float64: three query tiles, or a few queries for packed heads."""
     tile = config.tile
     lengths = ([5, 0, 1, (1 if config.packs_heads else 2) * tile.m + 3], [9, 3, 0, 6 * tile.n + 5])
     page_size = {KvFetch.CONTIGUOUS: None, KvFetch.PAGE_ROWS: 4, KvFetch.PAGE_BOXES: config.box_rows}[config.kv_fetch]
@@ -59,7 +60,7 @@ def test_small_case(config: PrefillConfig) -> None:
 
 
 def sanitized() -> dict[str, list[PrefillConfig]]:
-    """Return what goes under the sanitizers, in parts that take a minute or so and may run side by side."""
+    """Return the sanitizer cases, in parts of about a minute that may run side by side."""
     parts, others = defaultdict(list, fp16=list(FP16_FEATURES)), defaultdict(list)
     for config in cases():
         if config.dtype != "bf16":
@@ -71,7 +72,7 @@ def sanitized() -> dict[str, list[PrefillConfig]]:
             parts[f"qk{qk}-v{v}-{kind}"].append(config)
         else:
             others[dims].append(config)
-    # Another way to fetch for each.
+    # Each has a different fetch.
     return parts | {"others": [configs[i % len(configs)] for i, configs in enumerate(others.values())]}
 
 

@@ -1,4 +1,4 @@
-"""``trtllm_batch_context_with_kv_cache`` in every input form, on the GPU and on the emulator, against float64."""
+"""``trtllm_batch_context_with_kv_cache`` in every input form, on the GPU and in the emulator, against float64."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def test_caches(page_size: int, dims: tuple[int, int], device: str) -> None:
 
 @pytest.mark.parametrize(("page_size", "dim"), [(3, 64), (24, 128), (48, 80), (1000, 64)])
 def test_pages_of_any_size(page_size: int, dim: int, device: str) -> None:
-    """Rows, boxes of all columns and of a block of them, and pages taller than requests give the bits of pages of
-    16."""
+    """Rows, boxes of all columns or of one block, and pages taller than requests give the bits of pages of 16."""
     data = batch(device, head_dim=dim, v_head_dim=dim)
     pages = {size: data.pages(size) for size in (16, page_size)}
     even, uneven = (context(data, (key, value), table) for key, value, table in pages.values())
@@ -55,7 +54,7 @@ def test_other_head_dims(dims: tuple[int, int], device: str) -> None:
 
 @pytest.mark.parametrize(("dim", "page_size"), [(8, 16), (72, 2), (248, 16)])
 def test_multiples_of_8_between_those(dim: int, page_size: int, device: str) -> None:
-    """Columns beyond the head dim, of which others' data may be in memory, count for nothing and are not written."""
+    """Columns beyond the head dim, which may be foreign data in memory, have no effect and are not written."""
     data = batch(device, head_dim=dim, v_head_dim=dim)
     key, value, table = data.pages(page_size)
     pool = torch.full((*key.shape[:-1], 2 * dim + 8), torch.nan, dtype=data.dtype, device=device)
@@ -70,7 +69,7 @@ def test_multiples_of_8_between_those(dim: int, page_size: int, device: str) -> 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("page_size", [2, 16])
 def test_separate_page_ids(page_size: int, layout: str, device: str) -> None:
-    """K and V pages alternate in one pool, and V's pages lie in another order."""
+    """K and V pages alternate in one pool, and V's pages are in another order."""
     data = batch(device)
     key, value, table = data.pages(page_size)
     order = torch.randperm(value.shape[0], generator=torch.Generator().manual_seed(1)).to(device)
@@ -105,7 +104,7 @@ def test_lengths(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
 
 
 def test_bounds_that_are_too_small(device: str) -> None:
-    """Work is handed out by the lengths themselves."""
+    """Work is divided by the lengths themselves."""
     data = batch(device)
     key, value, table = data.pages(16)
     for bounds in (dict(max_q_len=4, max_kv_len=5), dict(max_q_len=0, max_kv_len=0)):
@@ -113,7 +112,7 @@ def test_bounds_that_are_too_small(device: str) -> None:
 
 
 def test_strides_of_query_and_output(device: str) -> None:
-    """The query is a part of packed QKV, or has its heads first; what lies between rows of the output stays."""
+    """The query is a part of packed QKV, or has its heads first; memory between rows of the output does not change."""
     data = batch(device)
     key, value, table = data.pages(16)
     expected = data.expected()
@@ -162,7 +161,9 @@ def test_scales(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize(("page_size", "left", "mask"), [(2, -1, CAUSAL), (16, -1, CAUSAL), (16, 400, window(400))])
 def test_skip_softmax(page_size: int, left: int, mask: Mask, device: str) -> None:
-    """The entry leaves out as many tiles as its problem does, whose tests count them; and none with a tiny factor."""
+    """The entry skips the same number of tiles as its problem, whose tests count them; with a tiny factor it skips
+    none.
+    """
     data = Batch([130], [700], heads=2, kv_heads=1, magnitude=3.0, device=device)
     data.k[0][:-100] *= 0.02
     key, value, table = data.pages(page_size)
@@ -181,7 +182,7 @@ def test_skip_softmax(page_size: int, left: int, mask: Mask, device: str) -> Non
 
 
 def test_repeated_with_other_tensors(device: str) -> None:
-    """Calls after the first take a short way; they must see every new address, length and value."""
+    """Repeated calls take a short path; they must see every new address, length and value."""
     calls = []
     for seed in range(4):
         data = Batch(Q_LENS, KV_LENS[::-1] if seed % 2 else KV_LENS, seed=seed, device=device)
@@ -195,7 +196,7 @@ def test_repeated_with_other_tensors(device: str) -> None:
 
 
 def test_pools_of_other_strides(device: str) -> None:
-    """K and V have unlike strides: V's pages are every other one of a pool, K's are dense."""
+    """K and V have different strides: V's pages are every other page of a pool, K's are dense."""
     data = batch(device)
     key, value, table = data.pages(16)
     wide = torch.full((value.shape[0], 2, *value.shape[1:]), torch.nan, dtype=data.dtype, device=device)
@@ -205,7 +206,7 @@ def test_pools_of_other_strides(device: str) -> None:
 
 @pytest.mark.parametrize("natural", [False, True], ids=["log2", "ln"])
 def test_context_parallel_calls(natural: bool, device: str) -> None:
-    """The calls of vLLM's decode context parallelism want the log-sum-exp, and no mask for keys of earlier chunks."""
+    """vLLM's decode context parallelism requests the log-sum-exp, and no mask for keys of earlier chunks."""
     data = batch(device)
     key, value, table = data.pages(16)
     counters = torch.zeros(64, dtype=torch.int32, device=device)

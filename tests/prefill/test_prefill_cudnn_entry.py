@@ -1,4 +1,4 @@
-"""``cudnn_batch_prefill_with_kv_cache`` in every input form, on the GPU and on the emulator, against float64."""
+"""``cudnn_batch_prefill_with_kv_cache`` in every input form, on the GPU and in the emulator, against float64."""
 
 from __future__ import annotations
 
@@ -110,8 +110,11 @@ def test_lengths(on: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
-    """It is padded or ragged by offsets, allocated or given. Rows of nobody are -inf where padded, else they stay as
-    they are. The output does not change."""
+    """The log-sum-exp is padded, or ragged by offsets; allocated, or given.
+
+    Rows outside every request are -inf if padded, and unchanged otherwise. The output does not depend on the
+    log-sum-exp.
+    """
     data = batch(device)
     key, value, table = data.pages(16)
     options: dict[str, Any] = dict(block_tables=table)
@@ -135,8 +138,10 @@ def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
 
 @pytest.mark.parametrize("lens_dtype", [torch.int32, torch.int64], ids=str)
 def test_padding_of_the_log_sum_exp(lens_dtype: torch.dtype, device: str) -> None:
-    """There may be more rows than tokens, and fewer requests than multiprocessors, or more: all rows that no query has
-    become -inf, and those of tokens past the bound stay away from them."""
+    """The padding may have more rows than tokens, and requests may be fewer or more than SMs.
+
+    All rows without a query become -inf. Rows of tokens past the bound do not affect them.
+    """
     for q_lens, rows in (([3, 0, 17], 33), ([2, 0, 1, 1, 0, 2, 0, 0, 1], 3), ([0, 40], 7)):
         data = Batch(q_lens, [9] * len(q_lens), 4, 2, device=device)
         key, value, table = data.pages(16)
@@ -163,14 +168,16 @@ def test_single_request_without_offsets(dtype: torch.dtype, device: str) -> None
 
 
 def in_storage(data: Batch, lengths: Sequence[int], ragged: torch.Tensor) -> torch.Tensor:
-    """Offsets of requests in elements of the storage that ``ragged`` is a view of."""
+    """Return the offsets of requests, in elements of the storage behind ``ragged``."""
     return elements(data, starts(lengths), ragged.stride(0))
 
 
 @pytest.mark.parametrize("padding", [0, 24], ids=["fused", "padded"])
 def test_offsets_count_elements_of_storage(padding: int, device: str) -> None:
-    """In the call of vLLM's vision encoders Q, K and V are slices of one tensor, and scales are None. Requests after
-    the first start where the offsets of that tensor say; with padding each tensor has a token stride of its own."""
+    """In vLLM's vision encoders, Q, K and V are slices of one tensor, and scales are None.
+
+    Requests after the first start at the offsets of that tensor. With padding, each tensor has its own token stride.
+    """
     lengths = [70, 0, 130, 1]
     data = Batch(lengths, lengths, 4, 4, 80, device=device)
     expected = data.expected(FULL)
@@ -204,7 +211,7 @@ def test_offsets_count_elements_of_storage(padding: int, device: str) -> None:
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 def test_requests_longer_than_their_bound(ragged: bool, device: str) -> None:
-    """Rows that have no place in the log-sum-exp write nothing: not into the next request, not behind the tensor."""
+    """Rows without a place in the log-sum-exp write nothing: neither into the next request nor after the tensor."""
     data = Batch([70, 3, 130], [70, 3, 130], device=device)
     key, value, table = data.pages(16)
     bound = 4
@@ -225,8 +232,7 @@ def test_requests_longer_than_their_bound(ragged: bool, device: str) -> None:
 
 
 def test_offsets_in_tokens(device: str) -> None:
-    """The call of FlashInfer's wrappers has cumulative lengths in place of offsets, and a packed log-sum-exp to base
-    2."""
+    """FlashInfer's wrappers pass cumulative lengths instead of offsets, and a packed log-sum-exp to base 2."""
     data = batch(device)
     key, value, _ = data.ragged()
     q_starts, k_starts = data.ints(starts(data.q_lens)), data.ints(starts(data.kv_lens))

@@ -1,5 +1,7 @@
-"""Prefill over 8-bit keys and values: to the bit what the same values give in 16 bits, where products have columns in
-the same order. Products of sm_120 have not beyond 128 columns."""
+"""Prefill over 8-bit keys and values: bitwise equal to the same values in 16 bits, for the same order of columns.
+
+Products of sm_120 have another order of columns beyond 128 columns.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ FP8 = torch.float8_e4m3fn
 
 
 def batch(dims: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Batch:
-    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries. K and V are
-    values that e4m3 has."""
+    """Make requests around the edges of tiles, without queries, without keys, and with fewer keys than queries.
+
+    e4m3 can represent K and V.
+    """
     lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4]) | changes
     data = Batch(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], device=device, dtype=dtype, **lengths)
     round_keys_and_values(data)
@@ -62,7 +66,7 @@ def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
 
 @pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
 def test_context_entry(device: str, few: bool) -> None:
-    """There are every element value, sinks, and separate page strides; heads share tiles where queries are few."""
+    """The call has every element value, sinks, and separate page strides; few queries give packed heads."""
     changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
     data = batch((128, 128), device, **changes)
     values = torch.arange(256, dtype=torch.uint8, device=device).view(FP8).to(data.dtype)

@@ -1,7 +1,7 @@
-"""The prefill kernels on the emulator, against float64, in one ordinary and two adverse schedules.
+"""The prefill kernels in the emulator, against float64, in one ordinary and two adverse schedules.
 
-All of them run under the race detector, the proxy check and strict mode. What a kernel must not read or must not leave
-out is NaN.
+All of them run under the race detector, the proxy check and strict mode. Data that a kernel must not read or must
+overwrite is NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hopwell.kernels.registry import shipped_configs
 
 pytestmark = pytest.mark.emulator
 
-# What is chosen for speed has a list of its own: all of it with everything would take as long again.
+# Performance choices have a list of their own, because all of them with all features would double the time.
 BF16 = [c for c in shipped_configs() if c.dtype == "bf16" and not c.short_steps and not c.packs_heads]
 CHOSEN = [c for c in covering_configs() if c.short_steps or c.packs_heads]
 CONFIGS = [
@@ -34,7 +34,7 @@ CONFIGS = [
 
 
 def feature_configs() -> Iterator[PrefillConfig]:
-    """Yield configs of chunks, scores and skipped tiles with two head dims; other head dims with each way to fetch."""
+    """Yield configs of chunks, scores and skipped tiles with two head dims, and other head dims with each fetch."""
     for config in BF16:
         dims = (config.head_dim_qk, config.head_dim_v)
         if config.box_rows not in (0, 16):
@@ -62,7 +62,7 @@ def cases() -> Iterator[object]:
 
 
 def fp16_configs() -> Iterator[PrefillConfig]:
-    """Yield one of each head dim, with another mask and way to fetch each."""
+    """Yield one config of each head dim, with a different mask and fetch each."""
     wanted = {
         (64, 64): (MaskKind.CAUSAL, KvFetch.PAGE_ROWS, 0),
         (128, 128): (MaskKind.FULL, KvFetch.CONTIGUOUS, 0),
@@ -96,6 +96,6 @@ def test_features(config: PrefillConfig, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["random", "priority"])
 @pytest.mark.parametrize("config", CONFIGS + CHOSEN, ids=lambda config: config.name)
 def test_adverse_schedules(config: PrefillConfig, schedule: str) -> None:
-    """The seed goes with the kernel, so that the kernels together see many schedules."""
+    """The seed depends on the kernel, so that the kernels together see many schedules."""
     seed = (CONFIGS + CHOSEN).index(config)
     check(config, page_sizes(config)[0], heads=2, kv_heads=1, schedule=schedule, seed=seed)

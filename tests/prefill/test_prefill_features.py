@@ -1,4 +1,4 @@
-"""What the entry points offer beyond masks and caches: chunks, scores, statistics, odd head dims."""
+"""Features of the entry points beyond masks and caches: chunks, scores, statistics, odd head dims."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def name(value: object) -> str | None:
 @pytest.mark.parametrize("page_size", [None, 2, 16, 64])
 @pytest.mark.parametrize("size", [1 << i for i in range(0, 12)])
 def test_chunks(size: int, page_size: int | None) -> None:
-    """One-hot values show a wrong chunk edge that random ones hide."""
+    """One-hot values show a wrong chunk edge that random values hide."""
     data = batch()
     for k, v in zip(data.k, data.v, strict=True):
         k.fill_(0.5)
@@ -83,7 +83,7 @@ def test_odd_head_dims(dims: tuple[int, int], mask: Mask, page_size: int | None)
 
 @pytest.mark.parametrize("dims", ODD_DIMS, ids=name)
 def test_odd_head_dims_with_strides(dims: tuple[int, int]) -> None:
-    """What lies between the heads is neither read into a result nor written."""
+    """Memory between the heads is neither read into a result nor written."""
     data = batch(head_dim=dims[0], v_head_dim=dims[1])
     before = execute(data.problem(None))
     wide = torch.full((data.tokens, 4, dims[0] + 8), math.nan, dtype=data.dtype, device="cuda")
@@ -105,7 +105,7 @@ def test_odd_head_dims_with_strides(dims: tuple[int, int]) -> None:
     ("dims", "page_size"), [((128, 128), 16), ((64, 64), None), ((192, 128), None)], ids=["pages", "narrow", "uneven"]
 )
 def test_statistics(dims: tuple[int, int], page_size: int | None, score: Score, mask: Mask) -> None:
-    """The largest logit is that of the row, not the reference that the softmax happens to use."""
+    """The largest logit is the row's own maximum, not the reference of the softmax."""
     data = batch(head_dim=dims[0], v_head_dim=dims[1], magnitude=2.0, heads=6, kv_heads=3)
     statistics = data.statistics()
     execute(data.problem(page_size, mask, score=score, softmax_scale=0.11, statistics=statistics))

@@ -1,4 +1,4 @@
-"""``trtllm_fmha_v2_prefill`` in every input layout and with every feature, on the GPU and on the emulator."""
+"""``trtllm_fmha_v2_prefill`` in every input layout and with every feature, on the GPU and in the emulator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def soft_cap(cap: float) -> Score:
 
 
 def batch(layout: str, device: str, **options: Any) -> Batch:
-    """Packed QKV has as many keys as queries and as many KV heads as heads."""
+    """Return a batch; packed QKV has equal numbers of keys and queries, and of KV heads and heads."""
     if layout == "PACKED_QKV":
         return Batch(Q_LENS, Q_LENS, 4, 4, device=device, **options)
     return Batch(Q_LENS, KV_LENS, device=device, **options)
@@ -60,8 +60,10 @@ def call(data: Batch, layout: str, page_size: int = 16, **options: Any) -> Any:
 
 
 def log_sum_exp(statistics: torch.Tensor, data: Batch, score: Score, scale: float) -> torch.Tensor:
-    """Return what callers of FlashInfer rebuild from the statistics: [..., 0] is divided by sqrt(head_dim), and lacks
-    the scale where the logits are plain."""
+    """Return the log-sum-exp that FlashInfer's callers rebuild from the statistics.
+
+    [..., 0] is divided by sqrt(head_dim), and does not include the scale for plain logits.
+    """
     factor = math.sqrt(data.head_dim) * (scale if score == reference.PLAIN else 1.0)
     return statistics[..., 0] * factor + statistics[..., 1].log()
 
@@ -133,7 +135,7 @@ FEATURES: list[tuple[dict[str, Any], Mask, Score]] = [
 @pytest.mark.parametrize("layout", ["CONTIGUOUS_Q_KV", "Q_PAGED_KV_HND"])
 @pytest.mark.parametrize(("options", "mask", "score"), named(FEATURES))
 def test_scores(options: dict[str, Any], mask: Mask, score: Score, layout: str, device: str) -> None:
-    """Sinks, which the statistics leave out, and statistics change nothing else."""
+    """Sinks and statistics change nothing else; statistics do not include sinks."""
     data, scale = batch(layout, device, magnitude=2.0), 0.11
     sinks = torch.linspace(-3, 3, 4, device=device)
     plain = call(data, layout, bmm1_scale=scale, **options)
@@ -152,8 +154,10 @@ def test_alibi_of_any_number_of_heads(heads: int, device: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 16, 128, 256, 4096])
 def test_chunks(size: int, device: str) -> None:
-    """Chunks that end inside tiles, with tiles, and beyond; queries that begin inside a chunk. One-hot values count
-    keys, which shows a wrong edge that random ones hide."""
+    """Chunks end inside tiles, with tiles, and beyond; queries begin inside a chunk.
+
+    One-hot values count keys, which shows a wrong edge that random values hide.
+    """
     data = Batch([130, 3, 9], [300, 250, 4], device=device)
     for k, v in zip(data.k, data.v, strict=True):
         k.fill_(0.5)
@@ -175,7 +179,9 @@ SKIPS: list[tuple[dict[str, Any], Mask, Score]] = [
 @pytest.mark.parametrize("layout", ["SEPARATE_Q_K_V", "Q_PAGED_KV_NHD"])
 @pytest.mark.parametrize(("options", "mask", "score"), named(SKIPS))
 def test_skip_softmax(options: dict[str, Any], mask: Mask, score: Score, layout: str, device: str) -> None:
-    """The entry leaves out as many tiles as its problem does, whose tests count them; and none with a tiny factor."""
+    """The entry skips the same number of tiles as its problem, whose tests count them; with a tiny factor it skips
+    none.
+    """
     data = Batch([130], [700], heads=2, kv_heads=1, magnitude=3.0, device=device)
     data.k[0][:-100] *= 0.02
     factor, count = 20.0, torch.zeros(1, dtype=torch.int32, device=device)
@@ -190,7 +196,7 @@ def test_skip_softmax(options: dict[str, Any], mask: Mask, score: Score, layout:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_scales(dtype: torch.dtype, device: str) -> None:
-    """A bmm1_scale of 0 means 1 / sqrt(head_dim), of K's where V has another one."""
+    """A bmm1_scale of 0 means 1 / sqrt(head_dim), with K's head dim if V has another one."""
     data = batch("SEPARATE_Q_K_V", device, head_dim=192, v_head_dim=128, dtype=dtype)
     sinks = torch.randn(4, device=device)
     default = call(data, "SEPARATE_Q_K_V", bmm1_scale=0, bmm2_scale=0.5, sinks=sinks)
@@ -202,7 +208,7 @@ def test_scales(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "other"), [(BF16, "float16"), (FP16, "bfloat16")], ids=str)
 def test_outputs(dtype: torch.dtype, other: str, device: str) -> None:
-    """An output may have strides of its own, and another dtype under its name."""
+    """An output may have its own strides, and another dtype under its name."""
     data = batch("SEPARATE_Q_K_V", device, dtype=dtype)
     room = torch.full((data.tokens, 5, 136), 7.0, dtype=data.dtype, device=device)
     out = room[:, 1:, :128]
@@ -218,7 +224,7 @@ def test_outputs(dtype: torch.dtype, other: str, device: str) -> None:
 
 @pytest.mark.parametrize("layout", ["SEPARATE_Q_K_V", "Q_PAGED_KV_HND"])
 def test_bounds_that_are_too_small(layout: str, device: str) -> None:
-    """Work is handed out by the lengths themselves: every row is right, and rows of others are left alone."""
+    """Work is divided by the lengths themselves: every row is correct, and foreign rows do not change."""
     data = batch(layout, device)
     room = torch.full((data.tokens + 64, 4, 128), 7.0, dtype=data.dtype, device=device)
     out = room[: data.tokens]

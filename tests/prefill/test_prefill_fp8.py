@@ -22,12 +22,12 @@ from hopwell.kernels.registry import resolve
 from hopwell.kernels.sm90.prefill.fp8_promotion import PROMOTION_STEPS
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
-# Two have steps of 128 keys, of K as wide as V and wider; products of the other promote their sums, in steps of 192.
+# Two have steps of 128 keys, with K as wide as V or wider. The third promotes its sums, in steps of 192 keys.
 STEPS = pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> ByteBatch:
-    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    """Make requests around the edges of tiles, without queries, without keys, and with fewer keys than queries."""
     lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4]) | changes
     return ByteBatch(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], device=device, **lengths)
 
@@ -66,9 +66,12 @@ def step_of(problem: AttentionProblem) -> int:
 @STEPS
 @pytest.mark.parametrize("place", [(0, 60), (2, 44), (4, 1)], ids=str)
 def test_tails_keep_their_weight(dims: tuple[int, int], place: tuple[int, int], device: str) -> None:
-    """One key has 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other
-    tiles, to four bits, be these visited before or after. Relative to the largest weight of all, e4m3 would round every
-    one of them to 0."""
+    """One key has 2^20 times the weight of all others, and the value 0, so the output is the sum of keys in other
+    tiles.
+
+    The sum is correct to four bits for tiles visited before or after. Relative to the largest weight of all, e4m3 would
+    round each of their weights to 0.
+    """
     n = step_of(batch(dims, device, q_lens=[3], kv_lens=[515]).in_bytes(None, FULL, BF16))
     keys, (tile, key) = 4 * n + 3, (place[0], place[1] % n)
     data = batch(dims, device, q_lens=[3], kv_lens=[keys])
@@ -84,10 +87,12 @@ def test_tails_keep_their_weight(dims: tuple[int, int], place: tuple[int, int], 
 
 
 def test_uniform_weights_and_far_sinks(device: str) -> None:
-    """The scale is zero, and sinks leave nothing or change nothing; head dims fill neither a row of shared memory nor
-    an operand, in pages smaller than a box."""
+    """The scale is zero, and sinks leave nothing or change nothing.
+
+    Head dims fill neither a row of shared memory nor an operand, in pages smaller than a box.
+    """
     data = batch((80, 80), device)
-    hides_late = window(20)  # from most rows the last tile of keys that their warpgroup visits
+    hides_late = window(20)  # hides the last key tile that their warpgroup visits from most rows
     data.check_bytes(execute(data.in_bytes(4, hides_late, BF16, softmax_scale=0.0)), hides_late, scale=0.0)
     sinks = torch.tensor([-3000.0, 3000.0, 5.0, 50.0], device=device)
     problem = data.in_bytes(4, CAUSAL, BF16, sinks=sinks, lse=data.ragged_lse())
@@ -98,7 +103,7 @@ def test_uniform_weights_and_far_sinks(device: str) -> None:
 
 
 def test_tiles_far_below_and_out_of_sight(device: str) -> None:
-    """Logits of every other tile lie hundreds below the others; what a window hides is NaN and changes no bit."""
+    """Logits of every other tile are hundreds below the others; keys hidden by a window are NaN and change no bit."""
     data = batch((64, 64), device, q_lens=[3, 70], kv_lens=[650, 420])
     data.q = data.q.abs()
     for k in data.k:
@@ -114,10 +119,10 @@ def test_tiles_far_below_and_out_of_sight(device: str) -> None:
 
 
 def test_skip_softmax_leaves_tiles_out(device: str) -> None:
-    """Tiles are left out as with 16-bit operands, and the output is that without them."""
+    """Kernels skip the same tiles as with 16-bit operands, and the output is the result without them."""
     data = batch((128, 128), device, q_lens=[192, 64], kv_lens=[900, 700], magnitude=2.0)
     for k in data.k:
-        k[torch.arange(k.shape[0], device=device) % 300 < 200] *= 2.0**-6  # of the tile that is last visited all
+        k[torch.arange(k.shape[0], device=device) % 300 < 200] *= 2.0**-6  # all keys of the last tile visited
         k[:] = k.to(FP8).to(data.dtype)
     for factor in (1e-6, 100.0):
         count = torch.zeros(1, dtype=torch.int32, device=device)
@@ -130,7 +135,7 @@ def test_skip_softmax_leaves_tiles_out(device: str) -> None:
 
 
 def test_large_logits_and_equal_keys(device: str) -> None:
-    """Large logits choose a few keys; equal keys give the mean of visible values, which shows each key's place."""
+    """Large logits choose a few keys. Equal keys give the mean of visible values, which shows each key's place."""
     data = batch((128, 128), device, q_lens=[70], kv_lens=[130], magnitude=4.0)
     data.check_bytes(execute(data.in_bytes(16, CAUSAL, BF16)), CAUSAL)
     data.k[0][:] = 1.0
@@ -143,8 +148,10 @@ def test_large_logits_and_equal_keys(device: str) -> None:
 
 
 def test_long_sums(device: str) -> None:
-    """Sums of products go to float32 several times, from keys far below those before and above them; a window hides the
-    last of them from some rows. Requests in a batch and heads in a tile change no bit."""
+    """Sums of products are promoted to float32 several times, from keys far below their neighbours.
+
+    A window hides the last of these keys from some rows. Requests in a batch and heads in a tile change no bit.
+    """
     n = PrefillConfig.tile_of((128, 128), uses_fp8_mma=True).n
     length = (2 * PROMOTION_STEPS + 3) * n - 5
     data = batch((128, 128), device, q_lens=[4, 1], kv_lens=[length, n])
@@ -163,7 +170,7 @@ def test_long_sums(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256)], ids=str)
 def test_error_does_not_grow_with_keys(dims: tuple[int, int]) -> None:
-    """Products of 8 bits are summed with 13 to 14 bits of mantissa, until they are promoted."""
+    """Products of 8 bits are summed with 13 to 14 bits of mantissa until promotion."""
     errors = {}
     for keys in (4096, 131_072):
         data = batch(dims, "cuda", q_lens=[64], kv_lens=[keys])
@@ -177,7 +184,7 @@ def test_error_does_not_grow_with_keys(dims: tuple[int, int]) -> None:
 
 @STEPS
 def test_equal_keys_at_the_edges_of_tiles(dims: tuple[int, int], device: str) -> None:
-    """Their logits are hundreds below all others, and the only ones of rows that see nothing else."""
+    """Logits of these keys are hundreds below all others, and are the only ones of rows that see no other key."""
     n = step_of(batch(dims, device).in_bytes(16, CAUSAL, BF16))
     data = batch(dims, device, q_lens=[2 * n + 14], kv_lens=[2 * n + 14])
     data.q[:] = 16.0
@@ -204,9 +211,11 @@ def test_places_of_pages_and_requests_change_no_bit(device: str) -> None:
 @pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("out_dtype", [BF16, FP8], ids=["bf16", "fp8"])
 def test_context_entry(device: str, few: bool, out_dtype: torch.dtype) -> None:
-    """Scales, sinks, skip-softmax that leaves nothing out, forms of the cache and of its tables; heads share tiles of
-    few queries.
-    Kernels that may leave tiles out have steps of 160 keys instead of 192, and so other roundings of P."""
+    """Scales, sinks, skip-softmax without skipped tiles, forms of the cache and of its tables; packed heads for few
+    queries.
+
+    Kernels with skip-softmax have steps of 160 keys instead of 192, and so other roundings of P.
+    """
     changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
     data = batch((128, 128), device, **changes)
     key, value, table = data.pages(16)
@@ -224,7 +233,7 @@ def test_context_entry(device: str, few: bool, out_dtype: torch.dtype) -> None:
     apart = torch.stack((table, moved_table), 1), dict(uses_shared_paged_kv_idx=False)
     assert torch.equal(out, context(data, (pair[0], moved.to(FP8)), apart[0], **apart[1], **options))
     all_tiles = context(data, pair, table, skip_softmax_threshold_scale_factor=1e-30, **options)
-    assert (all_tiles.double() - out.double()).norm() <= 0.06 * out.double().norm()  # twice what either may be off
+    assert (all_tiles.double() - out.double()).norm() <= 0.06 * out.double().norm()  # twice the allowed error of each
     scales = {name: torch.tensor(options[name], device=device) for name in ("bmm1_scale", "bmm2_scale")}
     assert torch.equal(out, context(data, pair, table, **options | scales))
     data.q = wide
@@ -241,7 +250,7 @@ def test_output_saturates(device: str) -> None:
 
 
 def fmha_v2_inputs(data: ByteBatch, layout: str) -> tuple[Any, dict[str, Any]]:
-    """Return the tensors of a layout in e4m3, and the page table of paged ones."""
+    """Return the tensors of a layout in e4m3, and the page table for paged layouts."""
     q = data.q.to(FP8)
     if layout == "Q_PAGED_KV_HND":
         *pages, table = data.pages(16)
@@ -266,7 +275,7 @@ def fmha_v2_inputs(data: ByteBatch, layout: str) -> tuple[Any, dict[str, Any]]:
     ids=["soft_cap", "alibi", "window", "chunked", "paged-soft_cap", "packed-alibi-window"],
 )
 def test_fmha_v2_entry(device: str, dim: int, layout: str, options: dict[str, Any]) -> None:
-    """A tensor of packed QKV has as many keys as queries, and as many heads of either."""
+    """Packed QKV has equal numbers of keys and queries, and of their heads."""
     lengths = dict(q_lens=[70, 5], kv_lens=[130, 5])
     if layout == "PACKED_QKV":
         lengths |= dict(q_lens=[130, 5])
@@ -295,7 +304,7 @@ def test_fmha_v2_entry(device: str, dim: int, layout: str, options: dict[str, An
 
 
 def test_fmha_v2_layouts_give_the_same_bits(device: str) -> None:
-    """Inputs are packed QKV, contiguous Q and KV, and separate tensors; an e4m3 output unless asked otherwise."""
+    """Inputs are packed QKV, contiguous Q and KV, and separate tensors; the output is e4m3 by default."""
     data = ByteBatch([70, 5], [70, 5], heads=2, kv_heads=2, head_dim=64, device=device)
     key, value, _ = data.ragged()
     data.q, key, value = (tensor.to(FP8).view(torch.uint8) for tensor in (data.q, key, value))
@@ -313,7 +322,9 @@ def test_fmha_v2_layouts_give_the_same_bits(device: str) -> None:
 
 
 def test_fmha_v2_outputs_and_skip_softmax(device: str) -> None:
-    """All outputs are of the same sums; a threshold that leaves nothing out leaves the error of weights."""
+    """All output types come from the same sums; a threshold without skipped tiles keeps the error of
+    rounded weights.
+    """
     data = batch((64, 64), device, q_lens=[70, 5], kv_lens=[130, 5])
     key, value, _ = data.ragged()
     wide, data.q = data.q, data.q.to(FP8)
@@ -328,7 +339,7 @@ def test_fmha_v2_outputs_and_skip_softmax(device: str) -> None:
 
 
 def test_cudnn_entry(device: str) -> None:
-    """It takes the scales of q, k and v, each by itself, and has an output of 16 bits."""
+    """The entry takes separate scales of q, k and v, and has a 16-bit output."""
     data = batch((128, 128), device)
     key, value, table = data.pages(16)
     wide, data.q = data.q, data.q.to(FP8)
@@ -346,7 +357,7 @@ def test_cudnn_entry(device: str) -> None:
 
 @pytest.mark.parametrize("out_dtype", [FP16, FP8], ids=str)
 def test_cudnn_entry_over_ragged_keys(device: str, out_dtype: torch.dtype) -> None:
-    """Offsets count elements, whatever their type; there are gaps between requests, which are NaN."""
+    """Offsets count elements of any type; the gaps between requests are NaN."""
     data = batch((128, 128), device)
     (key, _, k_begins), (_, value, v_begins) = data.ragged(gap=2), data.ragged(gap=5)
     offsets = {

@@ -1,4 +1,4 @@
-"""The batches in e4m3 and NVFP4 that other tests are built from are what they say."""
+"""Checks the e4m3 and NVFP4 batches that other tests are built from."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def batch(**changes: object) -> LowPrecisionBatch:
 
 
 def unpaged(pool: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a request's tokens [kv_len, kv_heads, width], having checked that what follows them in its last page is
-    poison."""
+    """Return a request's tokens [kv_len, kv_heads, width], after a check that the rest of its last page is poison."""
     pages = octets(pool)[table[: -(-length // PAGE)].long()]
     rows = pages.transpose(1, 2).flatten(0, 1)
     return rows[:length].contiguous().view(pool.dtype)
@@ -77,7 +76,7 @@ def test_ragged_e4m3() -> None:
 
 
 def test_the_oracle_counts_every_scale() -> None:
-    """Scales of whole tensors are those of queries, keys and values that are as much larger."""
+    """Scales of whole tensors have the effect of queries, keys and values multiplied by them."""
     data = batch(q_scale=0.5, k_scale=2.5, v_scale=3.0)
     want = data.expected_low(CAUSAL)
     for i, (q, k, v, seen) in enumerate(data.requests(CAUSAL)):
@@ -108,8 +107,10 @@ def test_a_check_takes_rounding_and_nothing_more(q_dtype: torch.dtype, sinks: to
 
 
 def test_light_weights_matter() -> None:
-    """The heavy key's value is 0, so that without the light ones nothing is left. Rounding that scales weights first
-    keeps them."""
+    """The heavy key's value is 0, so the result consists of the light keys alone.
+
+    Rounding that scales weights first keeps them.
+    """
     data = batch(q_lens=[2], kv_lens=[4097], heads=2, kv_heads=1)
     values = data.v[0].abs() + 1
     values[4000] = 0.0
@@ -132,7 +133,7 @@ def test_scores_rise_from_tile_to_tile(kv_dtype: torch.dtype, to_the_left: bool)
     assert scores[0] == (12.0 if to_the_left else 0.0)
     data = with_scores(
         batch(q_lens=[1], kv_lens=[40], kv_dtype=kv_dtype, q_scale=2.0, k_scale=0.25), [scores]
-    )  # these numbers are exact in all formats
+    )  # all formats represent these numbers exactly
     assert data.bmm1_scale == pytest.approx(LN_2)
     logits = data.q.double()[0, 0] @ data.k[0][:, 0].T * data.bmm1_scale / LN_2
     assert torch.allclose(logits, scores.double())

@@ -29,14 +29,14 @@ from hopwell.kernels.registry import resolve
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> LowPrecisionBatch:
-    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    """Make requests around the edges of tiles, without queries, without keys, and with fewer keys than queries."""
     settings = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], kv_dtype=NVFP4, q_dtype=BF16) | changes
     heads = dict(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
     return LowPrecisionBatch(device=device, **heads, **settings)
 
 
 def wide(data: LowPrecisionBatch, page_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cache's pages in 16 bits, which hold what codes times their scales are. Poison is NaN."""
+    """Return the cache's pages in 16 bits, which represent codes times their scales exactly. Poison is NaN."""
     key, value, _ = data.pages(page_size)
     k_scales, v_scales = data.block_scales(page_size, "linear")
     return tuple(layouts.dequantize_nvfp4(*part, dtype=dtype) for part in ((key, k_scales), (value, v_scales)))
@@ -75,7 +75,7 @@ def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_queries_are_widened_by_kernels_or_by_a_copy(arch: str) -> None:
-    """Kernels of Hopper read e4m3 queries over NVFP4 themselves; such a kernel is another one."""
+    """Hopper's kernels read e4m3 queries over NVFP4 themselves; such a kernel is a separate one."""
     from hopwell import emulator
 
     data = batch((128, 128), "cpu", q_dtype=E4M3)
@@ -88,7 +88,7 @@ def test_queries_are_widened_by_kernels_or_by_a_copy(arch: str) -> None:
 
 
 def test_window_and_sinks_of_narrow_queries(device: str) -> None:
-    """Kernels dequantize the queries; all is to the bit what queries and cache give in float16."""
+    """Kernels dequantize the queries; all bits equal the result of queries and cache in float16."""
     data = batch((128, 128), device, q_dtype=E4M3)
     key, value, table = data.pages(16)
     sinks = torch.linspace(-2.0, 2.0, data.heads, device=device)
@@ -101,7 +101,7 @@ def test_window_and_sinks_of_narrow_queries(device: str) -> None:
 
 
 def test_strides_of_narrow_queries(device: str) -> None:
-    """Heads before tokens, and rows with others between them; tiles of one head, and those that heads share."""
+    """Heads before tokens, and rows between foreign rows; tiles of one head, and packed heads."""
     for q_lens in ([70, 0, 5, 7], [3, 1, 0, 2]):
         data = batch((128, 128), device, q_dtype=E4M3, q_lens=q_lens)
         key, value, table = data.pages(16)
@@ -117,8 +117,7 @@ def test_strides_of_narrow_queries(device: str) -> None:
 
 @pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
 def test_forms_of_the_cache_give_the_same_bits(device: str, few: bool) -> None:
-    """Caches are stacked or NHD, scales come as bytes and under their other name; there is an e4m3 output unless asked
-    otherwise."""
+    """Caches are stacked or NHD, scales are bytes or have their other name; the output is e4m3 by default."""
     changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
     data = batch((64, 64), device, q_dtype=E4M3, **changes)
     key, value, table = data.pages(16)
@@ -139,8 +138,7 @@ def test_forms_of_the_cache_give_the_same_bits(device: str, few: bool) -> None:
 
 @pytest.mark.parametrize(("dims", "few"), [((64, 64), False), ((256, 256), False), ((80, 80), True)], ids=str)
 def test_nvfp4_output(device: str, dims: tuple[int, int], few: bool) -> None:
-    """Codes and scales are those of the quantizer; rows of others stay. Few queries share tiles with those of other
-    heads."""
+    """Codes and scales equal the quantizer's; foreign rows do not change. Few queries give packed heads."""
     changes = dict(q_lens=[3, 1, 0, 2], kv_lens=[300, 1, 5, 0]) if few else {}
     data = batch(dims, device, q_dtype=E4M3, kv_dtype=E4M3, v_scale=1.5, **changes)
     key, value, table = data.pages(16)
@@ -161,7 +159,7 @@ def test_nvfp4_output(device: str, dims: tuple[int, int], few: bool) -> None:
     rows = torch.arange(384, device=device)
     others = layouts.unswizzle_128x4(out.scale, 384, blocks)[(rows < first) | (rows >= first + data.tokens)]
     assert (others.float() == 7.0).all()
-    # Like calls before, but for where it writes.
+    # Equal to earlier calls, except for the output's place.
     other = FP4Tensor(torch.zeros_like(codes), torch.full_like(scales.float(), 7.0).to(E4M3), first, data.q.shape)
     context(data, (key, value), table, out=other, o_sf_scale=factor, **given)
     assert torch.equal(other.data, out.data)
@@ -173,8 +171,10 @@ def test_nvfp4_output(device: str, dims: tuple[int, int], few: bool) -> None:
 
 
 def with_gaps(scales: torch.Tensor) -> torch.Tensor:
-    """Return HND scales 4 bytes off a multiple of 16, with gaps of 4 bytes behind each row, and of a row behind each
-    head and page; the gaps are NaN."""
+    """Return HND scales 4 bytes off a multiple of 16, with gaps of NaN.
+
+    Gaps are 4 bytes after each row, and a row after each head and page.
+    """
     pages, heads, tokens, blocks = scales.shape
     room = torch.full((pages + 1, heads + 1, tokens + 1, blocks + 4), 0x7F, dtype=torch.uint8, device=scales.device)
     view = room[:pages, :heads, :tokens, 4:]
@@ -184,7 +184,7 @@ def with_gaps(scales: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_strides_of_scales_change_no_bit(page_size: int, device: str) -> None:
-    """Scales need only multiples of 4 bytes, as those of HND views of NHD storage have."""
+    """Scales need only multiples of 4 bytes, as in HND views of NHD storage."""
     data = batch((64, 64), device, q_dtype=E4M3)
     key, value, table = data.pages(page_size)
     dense = data.block_scales(page_size, "interleaved")

@@ -1,4 +1,4 @@
-"""Query heads that share tiles because queries are few: with finite numbers nobody can tell by the results."""
+"""Packed heads for few queries: with finite numbers, the results do not show the packing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hopwell.kernels.launch.plan import operands
 from hopwell.kernels.problem import AttentionProblem, Mask, Score, ScoreKind
 from hopwell.kernels.registry import resolve
 
-# Alone the last is long; the others have rows of a tile, all of them and a row, and no key for some rows.
+# Only the last request is long. The others have rows for a part of a tile, a whole tile and one more row, and some
+# rows without keys.
 Q_LENS, KV_LENS = [40, 0, 3, 1, 17, 33, 600], [700, 9, 2, 77, 130, 33, 600]
 GROUPS = [(4, 2), (3, 1), (14, 2), (12, 1), (32, 1), (9, 1)]
 FEW_GROUPS = GROUPS[1:3]
-# Each comes with a way to fetch, of which neither masks nor heads know.
+# Each has a different fetch, which neither masks nor heads depend on.
 MASKS = [(FULL, None), (CAUSAL, 16), (window(20), 64), (window(600), 2), (chunked(32), 16)]
 PLAIN = Score()
 
@@ -39,7 +40,7 @@ def packs_heads(problem: AttentionProblem) -> bool:
 def test_no_bit_changes(
     heads: int, kv_heads: int, head_dim: int, mask: Mask, page_size: int | None, score: Score, device: str
 ) -> None:
-    """What requests are alone, with heads packed, they are in a batch where heads are not."""
+    """Requests give the same bits alone, with packed heads, as in a batch without packed heads."""
     q_lens = [min(length, 30) for length in Q_LENS[:-1]] + Q_LENS[-1:] if head_dim == 512 else Q_LENS
     data = Batch(q_lens, KV_LENS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device)
     sinks = torch.linspace(-1.0, 1.0, heads, device=device)
@@ -61,7 +62,7 @@ def test_no_bit_changes(
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_output_between_others(head_dim: int, device: str) -> None:
-    """Rows and heads next to those of the output stay what they were, with rows of tiles left over and without."""
+    """Rows and heads next to the output do not change, with and without leftover rows of tiles."""
     for heads in (3, 8):
         data = Batch([5, 50], [90, 70], heads=heads, kv_heads=1, head_dim=head_dim, device=device)
         wide = torch.full((data.tokens + 9, heads + 2, head_dim), 7.0, dtype=data.dtype, device=device)
@@ -78,7 +79,7 @@ def test_output_between_others(head_dim: int, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_graph_with_other_lengths(page_size: int | None) -> None:
-    """A captured launch keeps the shape of its tiles; lengths, tables and values are those of the replay."""
+    """A captured launch keeps the shape of its tiles; lengths, tables and values come from the replay."""
     lengths = ([40, 3, 0, 9], [200, 3, 9, 130]), ([1, 17, 32, 2], [9, 130, 200, 3])
     batches = [Batch(*pair, heads=12, kv_heads=4, seed=seed) for seed, pair in enumerate(lengths)]
     first, second = (replace(data.problem(page_size), max_q_len=60, max_kv_len=400) for data in batches)

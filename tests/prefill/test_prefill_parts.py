@@ -1,4 +1,4 @@
-"""One property of a problem at a time: offsets, strides, tables, scales, sinks, log-sum-exp, and what must be equal."""
+"""One property of a problem at a time: offsets, strides, tables, scales, sinks, log-sum-exp, and invariants."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_bounds_of_lengths_do_not_matter(page_size: int | None) -> None:
 
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_pages_are_contiguous_keys(page_size: int | None) -> None:
-    """Where the keys are never changes a result."""
+    """The place of keys never changes a result."""
     data = batch()
     out = execute(data.problem(64))
     assert torch.equal(out, execute(data.problem(page_size)))
@@ -119,14 +119,14 @@ def test_pages_are_contiguous_keys(page_size: int | None) -> None:
 
 
 def test_requests_at_offsets_of_their_own() -> None:
-    """Element offsets for every tensor, with gaps that must be neither read nor written."""
+    """Every tensor has element offsets, with gaps that must be neither read nor written."""
     data = batch()
     gap = 3
     before = execute(data.problem(None))
     key, value, kv_begins = data.ragged(gap)
     q_begins = [begin + gap * (i + 1) for i, begin in enumerate(starts(data.q_lens))]
     o_begins = [begin + 2 * gap * (i + 1) for i, begin in enumerate(starts(data.q_lens))]
-    # The output has as many rows as the queries, and neither may lie behind the last of them.
+    # The output has the rows of the queries, and neither may be past the last of them.
     query = torch.full((o_begins[-1], 4, 128), math.nan, dtype=data.dtype, device="cuda")
     out = torch.full((o_begins[-1], 4, 128), 7.0, dtype=data.dtype, device="cuda")
     lse = torch.full((data.size * 257, 4), 7.0, device="cuda")
@@ -176,7 +176,7 @@ def test_log_sum_exp(natural: bool) -> None:
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, window(40)], ids=lambda mask: mask.kind.value)
 def test_sinks(mask: Mask) -> None:
-    """A sink is one more key per head with a value of zero, from no weight at all to all of it."""
+    """A sink is one more key per head with a value of zero, from no weight to all of the weight."""
     data = batch(heads=8)
     sinks = torch.tensor([-math.inf, -1e4, -5.0, 0.0, 3.0, 50.0, 1e4, 1e30], device="cuda")
     problem = data.problem(16, mask, sinks=sinks, lse=data.ragged_lse())
@@ -214,7 +214,7 @@ def test_unsigned_lengths_offsets_and_tables() -> None:
 def test_programmatic_launch_does_not_change_results() -> None:
     problem = batch().problem(16)
     same(problem, programmatic_launch=True)
-    # In a chain of launches each reads what the one before wrote.
+    # In a chain of launches, each reads the output of the one before.
     data = Batch([512], [512], kv_heads=4)
     results = []
     for programmatic in (False, True):
@@ -227,7 +227,7 @@ def test_programmatic_launch_does_not_change_results() -> None:
 
 
 def test_pools_beyond_32_bit_offsets() -> None:
-    """Pages lie past 2^32 elements, for every way to fetch, with K and V in one stacked pool."""
+    """Pages are past 2^32 elements, for every fetch, with K and V in one stacked pool."""
     data = Batch([70, 3], [300, 129], kv_heads=8, heads=8)
     for page_size in (4, 16, 64):
         key, value, table = data.pages(page_size)
@@ -243,7 +243,7 @@ def test_pools_beyond_32_bit_offsets() -> None:
 
 
 def test_tokens_beyond_32_bit_offsets() -> None:
-    """Contiguous query, K, V and output whose last tokens lie past 2^31 elements, at element offsets past it too."""
+    """The last tokens of contiguous query, K, V and output are past 2^31 elements, at element offsets past it too."""
     data = Batch([70], [300], kv_heads=8, heads=8)
     before = execute(data.problem(None))
     rows = 2**31 // 1024 + 512

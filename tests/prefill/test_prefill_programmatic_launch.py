@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: the kernel starts while the one that writes its query still runs."""
+"""Programmatic dependent launch: the kernel starts while the kernel that writes its query still runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import hopwell
 
 @pytest.mark.parametrize("enable_pdl", [True, False, None])
 def test_a_query_that_is_written_late(enable_pdl: bool | None, device: str, tmp_path: Path) -> None:
-    """Nothing lies between the two launches, and both have run before: loading a kernel would take the time away."""
+    """The two launches follow directly, and both have run before: loading a kernel would hide the overlap."""
     data = Batch([130, 64], [300, 200], device=device)
     key, value, table = data.pages(16)
     query = torch.zeros_like(data.q)
@@ -34,7 +34,7 @@ def test_a_query_that_is_written_late(enable_pdl: bool | None, device: str, tmp_
 
 @pytest.mark.gpu
 def test_the_grid_behind_does_start_early(tmp_path: Path) -> None:
-    """Otherwise the test above would show nothing: here a kernel that does not wait finds what was there before."""
+    """A control for the test above: here a kernel that does not wait finds the old contents."""
     late, early = (copy_function(is_late, "cuda", tmp_path / str(is_late)) for is_late in (True, False))
     source, target, seen = (torch.full((4096,), value, dtype=torch.int32, device="cuda") for value in (1, 0, 7))
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_the_grid_behind_does_start_early(tmp_path: Path) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("late", [True, False])
 def test_what_the_copies_compile_to(late: bool, tmp_path: Path) -> None:
-    """The order that makes the tests above mean something: let the next grid start, sleep, and only then copy."""
+    """The tests above need this order: let the next grid start, sleep, and only then copy."""
     copy_function(late, "cpu", tmp_path)
     found = re.findall(r"griddepcontrol\.\w+|nanosleep|ld\.global|st\.global", (tmp_path / "entry.ptx").read_text())
     first = ["griddepcontrol.launch_dependents", "nanosleep"] if late else []

@@ -1,6 +1,8 @@
-"""What a call over an e4m3 or NVFP4 cache may ask for besides: pages of K and V with ids of their own, scales and sinks
-on the device, the log-sum-exp, skip-softmax, an NVFP4 output. All is to the bit what the same values give in 16
-bits."""
+"""Options of a call over an e4m3 or NVFP4 cache, bitwise equal to the same values in 16 bits.
+
+The options are separate page ids of K and V, scales and sinks on the device, the log-sum-exp, skip-softmax, and an
+NVFP4 output.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def scales_of(data: LowPrecisionBatch, layout: str, order: int = 0) -> Pages | N
 
 
 def dequantized(data: LowPrecisionBatch, cache: Pages, scales: Pages | None, dtype: torch.dtype = BF16) -> Pages:
-    """Return the same pages in 16 bits, in which what must not be read is still NaN."""
+    """Return the same pages in 16 bits, in which unreadable data is still NaN."""
     if scales is None:
         return cache[0].to(dtype), cache[1].to(dtype)
     key, value = (layouts.dequantize_nvfp4(*part, dtype=dtype) for part in zip(cache, scales, strict=True))
@@ -48,7 +50,7 @@ def dequantized(data: LowPrecisionBatch, cache: Pages, scales: Pages | None, dty
 
 @CACHES
 def test_pages_scales_and_statistics(kv_dtype: torch.dtype, device: str) -> None:
-    """K's pages lie in another order than V's, and block scales have gaps between heads."""
+    """K's pages are in another order than V's, and block scales have gaps between heads."""
     data = batch(device, kv_dtype=kv_dtype)
     (key, _, key_table), (_, value, value_table) = (data.pages(16, order=order) for order in (0, 5))
     given: dict[str, Any] = dict(
@@ -76,7 +78,7 @@ def test_pages_scales_and_statistics(kv_dtype: torch.dtype, device: str) -> None
 
 @CACHES
 def test_skip_softmax(kv_dtype: torch.dtype, device: str) -> None:
-    """Tiles are left out, and they are those that are left out of 16 bits."""
+    """Skipped tiles exist, and are the same as with 16 bits."""
     data = batch(device, kv_dtype=kv_dtype, q_lens=[128, 64], kv_lens=[640, 700], magnitude=2.0)
     small = [torch.where((torch.arange(len(k), device=device) % 300 < 200)[:, None, None], k / 64, k) for k in data.k]
     data.store(small, data.v)
@@ -94,7 +96,7 @@ def test_skip_softmax(kv_dtype: torch.dtype, device: str) -> None:
 
 
 def test_nvfp4_output_over_an_nvfp4_cache(device: str) -> None:
-    """Codes and scales are those of the quantizer."""
+    """Codes and scales equal the quantizer's."""
     data = batch(device, q_dtype=E4M3, kv_dtype=NVFP4)
     key, value, table = data.pages(16)
     given: dict[str, Any] = dict(kv_block_scales=scales_of(data, "interleaved"), bmm1_scale=data.scale)
@@ -104,7 +106,7 @@ def test_nvfp4_output_over_an_nvfp4_cache(device: str) -> None:
 
 
 def test_requests_and_pages_change_no_bit(device: str) -> None:
-    """Pages in another order, and a request by itself."""
+    """Pages in another order, and a request alone."""
     data = batch(device, kv_dtype=NVFP4)
 
     def call(one: LowPrecisionBatch, order: int) -> torch.Tensor:

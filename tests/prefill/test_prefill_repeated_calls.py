@@ -1,4 +1,4 @@
-"""What the short way of calls after the first must not lose: the check of memory, and the device."""
+"""Checks that the short path of repeated calls keeps: overlap of memory, and the device."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ FORMS = (context, fmha_v2, cudnn)
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("form_of", FORMS, ids=lambda form_of: form_of.__name__)
 def test_an_output_next_to_an_input_and_over_it(form_of: Callable[[Batch], Form], operand: str, device: str) -> None:
-    """An output may end where an input begins, and the other way round, but for not one partial of 16 bytes may they
-    overlap; a call that is refused writes nothing."""
+    """An output may end at an input's first byte, and vice versa, but must not overlap it by even one unit of 16 bytes.
+
+    A refused call writes nothing.
+    """
     data = Batch([20, 9], [90, 9], device=device)
     form = form_of(data)
     operands, place = list(form.operands), OPERANDS.index(operand)
@@ -86,7 +88,7 @@ def test_an_output_next_to_an_input_and_over_it(form_of: Callable[[Batch], Form]
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("form_of", FORMS, ids=lambda form_of: form_of.__name__)
 def test_another_device_than_the_current_one(form_of: Callable[[Batch], Form]) -> None:
-    """Calls like it on the current device take turns with it."""
+    """Equal calls on the current device alternate with it."""
     batches = [Batch(Q_LENS, KV_LENS, device=f"cuda:{index}", seed=index) for index in range(2)]
     forms = [form_of(data) for data in batches]
     for _ in range(3):

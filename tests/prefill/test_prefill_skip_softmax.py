@@ -1,4 +1,4 @@
-"""Skip-softmax under every mask and score: which tiles it leaves out, and that no row misses what counts for it."""
+"""Skip-softmax under every mask and score: its skipped tiles, and no loss for any row that needs a tile."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def test_what_is_left_out(
 
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_a_row_that_alone_needs_a_tile(head_dim: int, device: str) -> None:
-    """Each tile but two is needed by one row and by none of the others that it decides with, and that row by another
-    lane and warp each time."""
+    """Each tile except two is needed by exactly one of the rows that decide together.
+
+    The row belongs to another lane and warp each time.
+    """
     rows, dims, arch = [0, 9, 31, 63, 64, 77, 111, 127], (head_dim, head_dim), arch_of(device)
     tiles, n = len(rows) + 2, tile_n(dims, arch)
     data = Batch([128], [tiles * n], 1, 1, head_dim, device=device)

@@ -1,4 +1,4 @@
-"""The count of tiles that skip-softmax leaves out: pairs of 64 rows and a tile of keys."""
+"""The count of tiles that skip-softmax leaves out, in pairs of 64 rows and a tile of keys."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ DETECTORS = dict(race=True, proxy=True, strict=True)
 
 
 def batch(arch: str, head_dim: int, rows: int) -> Batch:
-    """Make keys that weigh nothing but for the last ``rows`` ones, of which each row sees one at least: a logit of
-    64."""
+    """Make keys without weight, except the last ``rows`` keys, which have a logit of 64.
+
+    Each row sees at least one of them.
+    """
     keys = TILES * tile_n((head_dim, head_dim), arch)
     data = Batch([rows], [keys], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
     data.q.zero_()
@@ -30,7 +32,7 @@ def batch(arch: str, head_dim: int, rows: int) -> Batch:
 
 
 def skipped(arch: str, data: Batch, page_size: int | None) -> int:
-    """Count the tiles that are left out, without a difference to the output."""
+    """Return the count of skipped tiles, after a check that the output does not change."""
     with emulator.use(arch, **DETECTORS):
         out, count = with_count(data, page_size, softmax_scale=1.0, skip_softmax=1.0)
     data.expected(CAUSAL, scale=1.0).check(out)
@@ -55,7 +57,9 @@ def test_every_pair_of_rows_and_keys_counts_once(arch: str, head_dim: int, page_
 
 @pytest.mark.parametrize(("arch", "page_size", "without"), [("sm_90a", None, 1), ("sm_100a", 16, 2)])
 def test_rows_that_decide_together(arch: str, page_size: int | None, without: int) -> None:
-    """A tile that one row needs is computed for its 64 rows on Hopper, for the 128 of its query tile on Blackwell."""
+    """A tile that one row needs is computed for its 64 rows on Hopper, and for the 128 rows of its query tile on
+    Blackwell.
+    """
     data = batch(arch, 128, 128)
     data.q[100, :, 1] = 8.0
     data.k[0][5, 0, 1] = 8.0
@@ -73,7 +77,7 @@ def test_rows_that_decide_together(arch: str, page_size: int | None, without: in
 def test_what_is_left_out_on_blackwell(
     dims: tuple[int, int], dtype: torch.dtype, page_size: int | None, mask: Mask, score: Score
 ) -> None:
-    """A query tile that a request has no rows for does not count. Hopper's test is in test_prefill_skip_softmax.py."""
+    """A query tile without rows of the request does not count. Hopper's test is in test_prefill_skip_softmax.py."""
     data = Batch([256, 128], [1000, 500], 2, 1, *dims, dtype=dtype, magnitude=1.5, device="cpu")
     with emulator.use("sm_100a", **DETECTORS):
         check_left_out(data, 200.0, page_size, mask, score)

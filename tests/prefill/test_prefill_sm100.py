@@ -1,7 +1,7 @@
-"""The Blackwell prefill kernels on the emulator, against float64, in an ordinary and an adverse schedule.
+"""The Blackwell prefill kernels in the emulator, against float64, in an ordinary and an adverse schedule.
 
-Nobody has run them on a GPU. All of them run under the race detector, the proxy check and strict mode, and what a
-kernel must not read or must not leave out is NaN. Kernels take long to compile, so a few stand for all; the rest run
+These kernels have not run on a GPU. All of them run under the race detector, the proxy check and strict mode. Data that
+a kernel must not read or must overwrite is NaN. Kernels take long to compile, so a few stand for all; the others run
 with ``-m slow_emulator``.
 """
 
@@ -27,7 +27,7 @@ from tests.prefill import test_prefill_fmha_v2_entry as fmha_v2_entry
 
 CONFIGS = covering_blackwell_configs()
 ADVERSE = ("late", "random", "priority")
-# Another dtype changes no loop, so of fp16 one mask is enough.
+# Another dtype changes no loop, so one mask is enough for fp16.
 REST = [
     config
     for config in shipped_configs("sm_100a")
@@ -47,7 +47,7 @@ def cases(configs: list[PrefillConfig]) -> Iterator[object]:
 @pytest.mark.parametrize("is_adverse", [False, True], ids=["eager", "adverse"])
 @pytest.mark.parametrize(("config", "page_size"), [*cases(CONFIGS)])
 def test_prefill(config: PrefillConfig, page_size: int | None, is_adverse: bool) -> None:
-    """Schedule and seed go with the kernel, so that the kernels together see many of both."""
+    """Schedule and seed depend on the kernel, so that the kernels together see many of both."""
     seed = CONFIGS.index(config)
     schedule = ADVERSE[seed % len(ADVERSE)] if is_adverse else "eager"
     check(config, page_size, heads=2, kv_heads=1, schedule=schedule, seed=seed)
@@ -64,8 +64,9 @@ Q_LENS, KV_LENS = [257, 0, 128, 65, 3, 129, 1], [385, 3, 256, 0, 129, 127, 128]
     ids=lambda value: value.kind.value if isinstance(value, Mask) else None,
 )
 def test_counts_of_keys_are_those_of_hopper(mask: Mask, page_size: int | None) -> None:
-    """With equal keys and one-hot values a row's output counts the keys that it sees, and both architectures divide the
-    same integers."""
+    """With equal keys and one-hot values, a row's output counts its visible keys. Both architectures divide equal
+    integers.
+    """
     data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
     for k, v in zip(data.k, data.v, strict=True):
         k.zero_()
@@ -89,7 +90,7 @@ def test_counts_of_keys_are_those_of_hopper(mask: Mask, page_size: int | None) -
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("key", [4, 9])
 def test_a_key_that_is_not_a_number_shows(arch: str, key: int) -> None:
-    """It shows in all rows that see it and in no other, whether its exponential comes from the function unit or not."""
+    """The NaN shows in all rows that see the key and in no other, for both the MUFU and polynomial exponentials."""
     data = Batch([130], [130], heads=1, kv_heads=1, device="cpu")
     data.k[0][key, 0, 3] = float("nan")
     with emulator.use(arch):
@@ -130,8 +131,7 @@ def test_order_of_pages_does_not_matter() -> None:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_entries(test: Callable[..., None], arguments: tuple[object, ...]) -> None:
-    """What the entries' own tests ask of other architectures holds as well: caches, strides, statistics,
-    log-sum-exp."""
+    """The entries' tests for other architectures also hold: caches, strides, statistics, log-sum-exp."""
     with emulator.use("sm_100a"):
         test(*arguments, "cpu")
 

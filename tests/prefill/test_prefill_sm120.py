@@ -1,4 +1,4 @@
-"""Prefill on sm_120: the parts of Hopper's kernels over products of single warps, on the emulator.
+"""Prefill on sm_120: the parts of Hopper's kernels over products of single warps, in the emulator.
 
 On a Hopper GPU, ``HOPWELL_KERNELS=sm_120a python -m pytest -m gpu tests/prefill`` runs them on silicon.
 """
@@ -29,7 +29,7 @@ from tests.prefill import test_prefill_nvfp4 as nvfp4
 
 
 def batch(dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Batch:
-    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    """Make requests around the edges of tiles, without queries, without keys, and with fewer keys than queries."""
     lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], heads=4, kv_heads=2) | changes
     return Batch(head_dim=dims[0], v_head_dim=dims[1], device="cpu", dtype=dtype, **lengths)
 
@@ -56,9 +56,9 @@ def test_attention(case: tuple) -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize(("page_size", "mask", "heads"), [(16, CAUSAL, 1), (4, window(70), 4)], ids=str)
 def test_warps_share_the_rows_of_the_widest_heads(page_size: int, mask: Mask, heads: int) -> None:
-    """A row's halves are of two warps, in tiles of 32 rows: of one head, and of several that share a tile."""
+    """Two warps share each row by halves, in tiles of 32 rows: of one head, and of several packed heads."""
     dtype, q_len = (torch.bfloat16, 70) if heads == 1 else (torch.float16, 9)
-    # One step is all that the third one takes: nothing but their meeting keeps a warp's output from another one's Q.
+    # The third request takes only one step: only the warps' meeting keeps one's output from another's Q.
     lengths = dict(q_lens=[q_len, 0, 5, 3], kv_lens=[105, 3, 20, 0], heads=heads, kv_heads=1)
     check(batch((512, 512), dtype, **lengths), page_size, mask)
 
@@ -100,7 +100,7 @@ def test_heads_share_tiles_of_few_queries() -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_121a"])
 def test_other_devices_give_the_same_bits(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper runs the kernels of sm_120 where it is asked to, and sm_121 the very same ones."""
+    """Hopper runs the kernels of sm_120 on request, and sm_121 runs exactly the same kernels."""
     from hopwell import emulator
 
     data = batch((64, 64), q_lens=[5, 70], kv_lens=[77, 70])
@@ -126,7 +126,7 @@ def test_other_devices_give_the_same_bits(arch: str, monkeypatch: pytest.MonkeyP
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_properties_of_other_tests(property_holds: Any, arguments: dict[str, Any]) -> None:
-    """What is tested elsewhere of operands of 8 and 4 bits, and of padding, holds for these kernels as well."""
+    """Properties of 8- and 4-bit operands, and of padding, from other tests hold for these kernels too."""
     from hopwell import emulator
 
     with emulator.use("sm_120a"):
@@ -136,8 +136,10 @@ def test_properties_of_other_tests(property_holds: Any, arguments: dict[str, Any
 @pytest.mark.emulator
 @pytest.mark.parametrize("case", [SM120_CASES[1], SM120_CASES[2]], ids=str)
 def test_every_visible_key_counts_once(case: tuple) -> None:
-    """With equal keys and one-hot values a row's output counts the keys that it sees: one too many or too few changes
-    it by far more than rounding."""
+    """With equal keys and one-hot values, a row's output counts its visible keys.
+
+    One key too many or too few changes the output far more than rounding.
+    """
     from hopwell import emulator
 
     dims, page_size, mask, _ = case
@@ -155,7 +157,7 @@ def test_every_visible_key_counts_once(case: tuple) -> None:
 
 @pytest.mark.emulator
 def test_places_of_pages_and_requests_change_no_bit() -> None:
-    """Operands have 16 bits; heads share tiles, in the batch and where a request is alone."""
+    """Operands have 16 bits; heads are packed, in the batch and alone."""
     from hopwell import emulator
 
     data = batch((64, 64), q_lens=[30, 9], kv_lens=[165, 70])
@@ -171,7 +173,7 @@ def test_places_of_pages_and_requests_change_no_bit() -> None:
 
 @pytest.mark.emulator
 def test_keys_far_below_at_the_edges_of_tiles() -> None:
-    """Rows that see nothing else give such keys all of their weight, others none."""
+    """Rows that see no other key give such keys all of their weight; other rows give none."""
     from hopwell import emulator
 
     data = at_tile_edges(LowPrecisionBatch([70], [70], heads=2, kv_heads=1, head_dim=64, device="cpu"), 64)
@@ -183,8 +185,10 @@ def test_keys_far_below_at_the_edges_of_tiles() -> None:
 
 @pytest.mark.emulator
 def test_scaled_products_are_those_of_plain_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands of 8 bits are multiplied by the instruction that scales blocks, by 1; only a kernel that is compiled for
-    another architecture has the plain one."""
+    """The block-scaled instruction, with scales of 1, multiplies 8-bit operands.
+
+    Only a kernel compiled for another architecture has the plain instruction.
+    """
     from hopwell import emulator
 
     data = e4m3.batch((64, 64), "cpu", q_lens=[70], kv_lens=[130])
@@ -205,7 +209,7 @@ def test_scaled_products_are_those_of_plain_instructions(tmp_path: Path, monkeyp
 
 @pytest.mark.emulator
 def test_plain_products_run_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper has them by way of 16 bits, and adds products in another order."""
+    """Hopper computes them by way of 16 bits, and adds products in another order."""
     from hopwell import emulator
 
     data = e4m3.batch((64, 64), "cpu", q_lens=[70], kv_lens=[130])

@@ -31,8 +31,10 @@ def name(value: object) -> str | None:
 
 
 def adversarial(dims: tuple[int, int], page: int, packed: bool = False) -> tuple[list[int], list[int]]:
-    """Query and KV lengths around the sizes that kernels work in, with empty requests and more queries than keys;
-    mostly short ones where heads are to be packed."""
+    """Return query and KV lengths around the kernels' tile sizes, with empty requests and more queries than keys.
+
+    Lengths are mostly short for packed heads.
+    """
     tile = PrefillConfig.tile_of(dims, packs_heads=packed)
     m, n = tile.m, tile.n
     pairs = [
@@ -75,9 +77,9 @@ def test_kernel(dtype: torch.dtype, packed: bool, dims: tuple[int, int], mask: M
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 @pytest.mark.parametrize("packed", [False, True])
 def test_mask_is_exact(packed: bool, dims: tuple[int, int], mask: Mask, page_size: int | None) -> None:
-    """With equal keys every visible key has the same weight; with one-hot values the output counts visible keys.
+    """With equal keys, every visible key has the same weight; with one-hot values, the output counts visible keys.
 
-    One key too many or too few changes an element by far more than rounding, which random values would hide.
+    One key too many or too few changes an element far more than rounding, which random values would hide.
     """
     batch = Batch(*adversarial(dims, page_size or 16, packed), head_dim=dims[0], v_head_dim=dims[1])
     for k, v in zip(batch.k, batch.v, strict=True):
@@ -105,14 +107,14 @@ def test_heads_that_share_keys(group: int, dims: tuple[int, int], page_size: int
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-3, 8.0, 60.0])
 def test_magnitudes(magnitude: float, dims: tuple[int, int], mask: Mask, page_size: int | None) -> None:
-    """Attention goes from uniform to logits of tens of thousands, where each row sees only its largest key."""
+    """Attention ranges from uniform to logits of tens of thousands, with one dominant key per row."""
     batch = Batch([129, 200], [513, 200], head_dim=dims[0], v_head_dim=dims[1], magnitude=magnitude)
     problem = batch.problem(page_size, mask, lse=batch.ragged_lse())
     out = execute(problem)
     expected = batch.expected(mask)
     expected.check_lse(problem.lse.tensor)
     if magnitude > 8:
-        # Two keys within float32 rounding of each other: which share each gets is no longer determined.
+        # Two keys within float32 rounding of each other: their shares are no longer determined.
         close = (out.double() - expected.out).abs().amax(2) < 0.05
         assert close.double().mean() > 0.99
     else:
@@ -121,7 +123,7 @@ def test_magnitudes(magnitude: float, dims: tuple[int, int], mask: Mask, page_si
 
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 def test_rising_logits(dims: tuple[int, int]) -> None:
-    """The largest logit moves in every step and from side to side, so that every rescaling happens."""
+    """The largest logit moves in every step and from side to side, so that every rescale happens."""
     batch = Batch([200], [1000], head_dim=dims[0], v_head_dim=dims[1])
     batch.q.zero_()
     batch.q[..., 0] = 1.0

@@ -1,4 +1,4 @@
-"""Threads that launch on streams of their own get what one thread gets, to the bit."""
+"""Threads that launch on their own streams get the same bits as a single thread."""
 
 from __future__ import annotations
 

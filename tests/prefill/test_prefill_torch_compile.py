@@ -1,4 +1,4 @@
-"""``torch.compile`` leaves calls alone: one break in the graph, and the result of the call without it."""
+"""``torch.compile`` leaves calls alone: one break in the graph, and the same result as without it."""
 
 from __future__ import annotations
 

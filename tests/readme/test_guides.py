@@ -18,11 +18,11 @@ from hopwell.kernels.jit import settings
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PUBLIC = {"torch", "os", "hopwell", "hopwell.layouts", "hopwell.mla"}  # modules that code of a guide imports
+PUBLIC = {"torch", "os", "hopwell", "hopwell.layouts", "hopwell.mla"}  # modules imported by code of a guide
 
 
 def blocks(page: pathlib.Path) -> list[str]:
-    """Return the blocks of Python code of a page, with empty lines before them so that line numbers are the page's."""
+    """Return a page's blocks of Python code, with empty lines before them to keep the page's line numbers."""
     text = page.read_text()
     found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
@@ -52,7 +52,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.emulator
 def test_code_of_the_readme_and_of_guides_runs(monkeypatch: pytest.MonkeyPatch, switches: None) -> None:
-    """It is one test, because the sets of tests in selection.py take one case of a test function without a config."""
+    """The README and guides share one test, because selection.py takes one case of a test function without a config."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     check_readme()
     for page in GUIDES:

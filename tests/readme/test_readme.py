@@ -1,4 +1,4 @@
-"""The README says what is true: its table is the code's, its examples run."""
+"""The README is correct: its table equals the code's, and its examples run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_demo_on_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_says_what_is_wrong(
     wrong: type[_demo.Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here a batch whose last tokens are not attended to."""
+    """The wrong batch here has last tokens that are not attended to."""
     attend = wrong.attend
 
     def attend_to_fewer(batch: _demo.Batch, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_demo_says_what_has_no_kernel(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_demo_rates() -> None:
     """A call takes a nanosecond here."""
-    prefill = _demo.Prefill("cpu", [37, 300], 4, 2, q_lens=[5, 130])  # whose tokens see 33 to 37 and 171 to 300 keys
+    prefill = _demo.Prefill("cpu", [37, 300], 4, 2, q_lens=[5, 130])  # its tokens see 33 to 37 and 171 to 300 keys
     visible = sum(range(33, 38)) + sum(range(171, 301))
     assert prefill.rate(1e-6) == f"{2 * 4 * (128 + 128) * visible / 1e3:.0f} TFLOP/s"
     assert _demo.Decode("cpu", [38, 301], 4, 2).rate(1e-6) == f"{339 * 2 * (128 + 128) * 2} GB/s of keys and values"
@@ -121,7 +121,7 @@ def test_demo_is_emulated_without_kernels_for_the_gpu(
 
 
 def test_links_lead_somewhere() -> None:
-    """Links and pictures of the README and the documents, where they name files of this repository, name real ones."""
+    """Links and pictures to files of this repository, in the README and the documents, exist."""
     documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for document in documents:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):

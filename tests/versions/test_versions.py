@@ -1,5 +1,7 @@
-"""What has to hold under every release in the ranges of pyproject.toml: kernels compile, run right and are loaded, with
-and without orcjit. CI runs these tests under both ends of the ranges."""
+"""Requirements under every release in the ranges of pyproject.toml: kernels compile, are correct and are loaded.
+
+Kernels load with and without orcjit. CI runs these tests under both ends of the ranges.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from hopwell.kernels.registry import shipped_configs
 
 ROOT = Path(__file__).parents[2]
 
-# What vLLM 0.33.0 and SGLang 0.5.23 install, with what they need themselves.
+# Packages of vLLM 0.33.0 and SGLang 0.5.23, with their own requirements.
 PINNED_BY_ENGINES = {"nvidia-cutlass-dsl": "4.8.0", "apache-tvm-ffi": "0.1.11"}
 RESOLVED_WITH_ENGINES = {"numpy": "2.3.5", "torch": "2.14.0", "cuda-python": "13.4.4"}
 
@@ -37,7 +39,7 @@ def test_serving_engines_are_installable_beside(package: str, version: str) -> N
 
 
 def test_lower_ends_are_what_engines_pin() -> None:
-    """So that the tests under the lower ends are tests beside these engines."""
+    """The tests under the lower ends are therefore tests beside these engines."""
     for package, version in PINNED_BY_ENGINES.items():
         assert f">={version}" in str(requirements()[package].specifier).split(",")
 
@@ -47,7 +49,7 @@ def test_loaders_of_newer_releases_are_no_requirement() -> None:
 
 
 def test_orcjit_is_not_installable_beside_engines() -> None:
-    """It says so itself: it needs a newer tvm-ffi than they pin."""
+    """orcjit's metadata requires a newer tvm-ffi than the engines pin."""
     if importlib.util.find_spec("tvm_ffi_orcjit") is None:
         pytest.skip("apache-tvm-ffi-orcjit is not installed")
     needed = map(Requirement, importlib.metadata.requires("apache-tvm-ffi-orcjit") or [])
@@ -58,7 +60,7 @@ def test_orcjit_is_not_installable_beside_engines() -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("orcjit", [True, False])
 def test_compiled_kernels_are_loaded(orcjit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either loader loads them, and neither needs a GPU."""
+    """Both loaders load them, and neither needs a GPU."""
     if orcjit and importlib.util.find_spec("tvm_ffi_orcjit") is None:
         pytest.skip("apache-tvm-ffi-orcjit is not installed")
     monkeypatch.setattr(toolchain, "_has_orcjit", lambda: orcjit)
@@ -71,7 +73,7 @@ def test_compiled_kernels_are_loaded(orcjit: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.emulator
 def test_three_kernels_are_right() -> None:
-    """Prefill, decode and MLA decode are held against float64."""
+    """Prefill, decode and MLA decode are compared with float64."""
     done = subprocess.run([sys.executable, "-m", "hopwell", "demo"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": right\n") == 3, done.stdout
