@@ -1,4 +1,4 @@
-"""What the entry points for decode have in common: rows request by request, and a workspace for partial results."""
+"""Shared parts of the decode entries: rows request by request, and a workspace for partial results."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def workspace_bytes(
     """Return the size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU
     without one."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    made = registry.implementation(Family.MLA if latent else Family.DECODE, support.arch_of(on))
-    return made.scratch_bytes(max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on))
+    family, sizes = Family.MLA if latent else Family.DECODE, (max(rows, 1), kv_heads, columns, max_seq_len)
+    return registry.scratch_bytes(family, support.arch_of(on), *sizes, multiprocessors(on))
 
 
 def workspace(
@@ -53,10 +53,13 @@ def workspace(
     results: Sequence[tuple[str, torch.Tensor | None]],
     inputs: Sequence[tuple[str, Any]],
 ) -> torch.Tensor:
-    """Return ``needed`` bytes of scratch: the last ones of ``workspace_buffer``, because FlashInfer, with which callers
-    may share it, keeps statistics in the first ones; memory of our own where it has no room for them. ``sized_by`` is
-    the function that tells callers the size. No two of it, the results and the inputs share memory, but for the inputs,
-    of which the first is the query."""
+    """Return ``needed`` bytes of scratch.
+
+    They are the last bytes of ``workspace_buffer``: FlashInfer, which may share the buffer, keeps statistics in the
+    first ones. A buffer without room is replaced by memory of hopwell's own. ``sized_by`` is the function that tells
+    callers the size. The scratch, the results and the inputs must not overlap, except that inputs may overlap each
+    other. The query is the first input.
+    """
     checked = checks.tensor("workspace_buffer", value)
     checks.device("workspace_buffer", checked, inputs[0][1].device)
     if not checked.is_contiguous():
@@ -73,8 +76,8 @@ def workspace(
 
 
 def log_sum_exp(lse: Any, return_lse: Any, base: Any, query: torch.Tensor, sizes: tuple[int, ...]) -> LogSumExp | None:
-    """Say where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes, if it is asked for: into ``lse`` of shape
-    [tokens, heads] or ``sizes``."""
+    """Return where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes, if it is asked for: into ``lse`` of
+    shape [tokens, heads] or ``sizes``."""
     checks.flag("return_lse", return_lse)
     if base is not None:
         checks.choice("return_lse_base", base, LSE_BASES)
@@ -111,7 +114,7 @@ def ragged_starts(
 
 
 def dcp_rank(kv_global: Any, world: Any, rank: Any, batch: int, on: torch.device) -> DcpRank | None:
-    """Say which of all keys this rank has, where ``causal_seqlens_kv_global`` is given."""
+    """Return the keys that this rank has, if ``causal_seqlens_kv_global`` is given."""
     count = checks.host_int("cp_world", world, minimum=1)
     index = checks.host_int("cp_rank", rank, maximum=count - 1)
     if kv_global is None:

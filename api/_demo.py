@@ -238,7 +238,7 @@ def _on_gpu() -> int:
 
 
 def _show(show: Callable[[Batch], int], *batches: Batch) -> int:
-    """Show each batch and return the exit status. A batch without a kernel on this architecture is no failure."""
+    """Show each batch and return the exit status. A batch without a kernel on this architecture does not fail."""
     status = 0
     for batch in batches:
         print(batch.describe(), flush=True)

@@ -2,11 +2,11 @@
 
 A repeated call compares two dozen arguments with the checked call's and passes some twenty addresses. Loops over tuples
 would take as long as the launch, so the comparison is generated as source code. Sizes and scales, which differ between
-calls of one form, are variables of the function. A form says which arguments are tensors, which are None, and which
-operands they contain; an entry point has few forms. docs/kernels/host.md prints one such function.
+calls of one form, are variables of the function. A form is the set of arguments that are tensors, the set that are
+None, and the operands that they contain. An entry point has few forms. docs/kernels/host.md prints one such function.
 
-A repeated call handles every argument like a first call. Its form, metadata and plain values must equal those of a
-checked call, else the call is checked. Addresses and storage sizes are compared with a set of places that are known to
+A repeated call handles every argument like a first call. Its form, metadata and plain values must equal a checked
+call's, else the call is checked. Addresses and storage sizes are compared with a set of places that are known to
 be good: aligned, disjoint from other tensors if a call writes there, and large enough. :meth:`Repeat.fits` adds a place
 that passes a conservative test. If the test fails, the call is checked, and a place that the checks accept is added
 too. One case is not found: a storage resized to the size of an earlier one, with a view that starts further in, at the

@@ -147,7 +147,7 @@ AttentionInterface.register("hopwell", paged_attention)
 
 @torch.inference_mode()
 def generate(model, prompts, steps, cache="bf16", given=None):
-    """Return the logits of the prompts' tokens and the requests' next tokens, then those of each step.
+    """Return the logits of the prompts' tokens and the requests' next tokens, and the same for each step.
 
     Each token is the most likely one, or is ``given``, a tensor for each step.
     """
@@ -163,9 +163,9 @@ def generate(model, prompts, steps, cache="bf16", given=None):
 
 
 def compare(reference, logits):
-    """Tell how logits differ from those of a 16-bit cache after the same tokens.
+    """Print how logits differ from the logits of a 16-bit cache after the same tokens.
 
-    The perplexity is that of a text drawn from the reference: exp of the cross entropy, which is least, exp of the
+    The perplexity belongs to a text drawn from the reference: exp of the cross entropy, which is least, exp of the
     reference's own entropy, where both are the same. Its excess is exp of the mean Kullback-Leibler divergence, less 1.
     """
     reference, logits = reference.float(), logits.float()

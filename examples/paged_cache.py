@@ -69,6 +69,6 @@ for step in range(3):
     out = attend()
     print(f"decode step {step}: one token more for each request, which now have {seq_lens.tolist()} tokens")
 
-# What comes out for a request depends on that request alone, bit for bit, whatever else is in the batch.
+# The output of a request is bitwise the same in every batch.
 assert torch.equal(attend(slice(1, 2)), out[1:2])
 print("request 1 alone gives the same bits as request 1 in the batch of three")

@@ -28,7 +28,7 @@ workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
 
 def attend():
-    """Decode into ``out``. The bounds are those of the longest request that can come, so they never change."""
+    """Decode into ``out``. The bounds belong to the longest possible request, so they never change."""
     hopwell.xqa_batch_decode_with_kv_cache(
         query=query,
         kv_cache=kv_cache,

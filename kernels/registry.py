@@ -1,7 +1,7 @@
-"""Which implementation serves a family of kernels on an architecture: the one list of them.
+"""The list of implementations, by kernel family and architecture.
 
 Configs know nothing of the kernels that they describe, and kernels nothing of this list, so that imports have a
-direction. What there is to choose from, to refuse and to compile ahead follows from the list.
+direction. The list decides which kernels are chosen, refused and compiled ahead.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Implementation:
     scratch_bytes: Callable[[int, int, int, int, int], int]
 
     def refuse(self, problem: Any, arch: str) -> str | None:
-        """Say why no kernel serves ``problem``, or return None where one does."""
+        """Return why no kernel serves ``problem``, or None if one does."""
         try:
             self.resolve(problem, arch)
         except NotImplementedError as reason:
@@ -146,8 +146,10 @@ def _decode(kind: type[DecodeConfig], build: Build) -> Implementation:
 
 
 def _preferring(first: Implementation, then: Implementation, dims: Container[tuple[int, int]]) -> Implementation:
-    """Return the implementation that leaves to ``then`` what ``first`` has no kernel for. What is compiled ahead of
-    head dims in ``dims`` is for the first one."""
+    """Return the implementation that takes the kernels of ``then`` for problems that ``first`` refuses.
+
+    Head dims in ``dims`` are compiled ahead for ``first`` alone.
+    """
 
     def resolve(problem: Any, arch: str) -> Buildable:
         with contextlib.suppress(NotImplementedError):
@@ -260,11 +262,17 @@ def has_fp8_mma(arch: str) -> bool:
     return _says(Family.MLA, arch, "has_fp8_mma")
 
 
+def scratch_bytes(family: Family, arch: str, *sizes: int) -> int:
+    """Return the scratch of the kernels of ``family`` on ``arch``, see :class:`Implementation`; 0 without kernels."""
+    found = IMPLEMENTATIONS.get((family, arch))
+    return 0 if found is None else found.scratch_bytes(*sizes)
+
+
 def resolve(problem: AttentionProblem, arch: str) -> Any:
     """Return the config of the kernel that serves ``problem`` on ``arch``.
 
     Raises:
-        NotImplementedError: there is none; the message says what is supported.
+        NotImplementedError: there is none; the message lists the supported ones.
         ValueError: the problem lacks the scratch memory that kernels of its family store partial results in.
     """
     if problem.family is not Family.PREFILL and problem.scratch is None:
@@ -273,7 +281,7 @@ def resolve(problem: AttentionProblem, arch: str) -> Any:
 
 
 def refuse(problem: AttentionProblem, arch: str) -> str | None:
-    """Say why no kernel serves ``problem`` on ``arch``, or return None where one does."""
+    """Return why no kernel serves ``problem`` on ``arch``, or None if one does."""
     try:
         return implementation(problem.family, arch).refuse(problem, arch)
     except NotImplementedError as reason:

@@ -115,10 +115,11 @@ def work_of(loop: Loop, compiled_for: str = "") -> LoopWork:
 INTRODUCTION = """Each cell has the share of the products' rate that a loop of prefill can reach, or of the bandwidth in
 decode and MLA; the unit that limits it; and the next busiest one with the share of a step that it is busy.
 """
-UNHIDDEN = """What a Hopper GPU has measured of the same loops, compiled for it, beside what the model says of them. The
-last columns are the shares above if steps leave as many cycles unhidden as there.
+UNHIDDEN = """Measurements of the same loops on a Hopper GPU, compiled for it, beside the model's predictions. The last
+columns are the shares above if steps leave as many cycles unhidden as on Hopper.
 """
-RESOURCES = """What the assembler has given these kernels. Spills are instructions that store or load a register.
+RESOURCES = """Registers and spills that the assembler reports for these kernels. Spills are
+instructions that store or load a register.
 """
 
 

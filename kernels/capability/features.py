@@ -89,10 +89,7 @@ def refuse(problem: Any, arch: str) -> str | None:
 
 
 def as_launched(problem: Any, arch: str) -> Any:
-    """Return the problem as an entry launches it, with dequantized queries if necessary.
-
-    Entries dequantize e4m3 queries of decode, and of MLA on architectures whose kernels do not take them.
-    """
+    """Return the problem as an entry launches it: it dequantizes e4m3 queries that its kernels do not take."""
     dequantizes = problem.family is Family.DECODE or (problem.family is Family.MLA and not registry.has_fp8_mma(arch))
     if dequantizes and problem.query.dtype == FP8:
         return replace(problem, query=problem.query.to(BF16))
@@ -129,10 +126,7 @@ class _Rows:
     def row(
         self, key: str, kind: str, title: str, *cases: dict[str, Any], shown: dict[str, Any] | None = None
     ) -> Feature:
-        """Return a row of some cases, or of the plain one.
-
-        A problem needs the row if it matches all arguments of one case, or of ``shown`` if given.
-        """
+        """Return a row; a problem needs it if it matches all arguments of one case, or of ``shown`` if given."""
         cases = cases or ({},)
         signs = cases if shown is None else (shown,)
         return Feature(

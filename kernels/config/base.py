@@ -192,7 +192,7 @@ class KernelConfig:
 
     @property
     def reads_kv_once(self) -> bool:
-        """Whether each key is read at one time only. Work tiles then say how soon keys leave the L2 cache."""
+        """Whether each key is read at one time only. Work tiles then choose the L2 eviction policy."""
         return False
 
     @property

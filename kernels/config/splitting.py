@@ -13,9 +13,7 @@ MIN_CHUNK_TOKENS = 1024
 LONG_TOKENS = 8192  # from here on, and up to one chunk, chunks are whole
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
 DOUBLINGS = 20  # 2^31 tokens in no more than MAX_CHUNKS, or two latent ones
-FAN_IN = (
-    16  # partials that are combined at a time, in two levels: first those of a fan-in group, then the fan-in groups
-)
+FAN_IN = 16  # partials combined at a time, in two levels: the partials of a fan-in group, then the fan-in groups
 
 ROWS = 64  # packed rows of a tile, at most
 WARP_ROWS = 16  # of which a warp holds
@@ -87,8 +85,8 @@ RESIDENT_BYTES = 34 << 20
 # warps, the other one dequantizes: 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157
 # (H200, 2026-11-23).
 CTAS_PER_SM = {1: 2, HALFWORD_BYTES: 1}
-OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
-WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
+OWN_SHARE = 8  # 1 / 8 of a CTA's equal share of all leaves is handed out by ticket; the rest is its own
+WASTE = 16  # idling for 1 / 16 of a CTA's time costs less than tickets do
 # Subtrees in a CTA's equal share at most. Tickets hand out single subtrees, and nodes in memory are subtrees.
 MOST_SUBTREES, SUBTREES_BYTES = 16, 16 * 8704
 MOST_LARGE_NODE_SUBTREES = 4  # of nodes of many columns, whose fan-in groups are small: see FAN_IN_LEVELS

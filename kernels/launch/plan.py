@@ -53,7 +53,7 @@ class Plan:
     def launch(self, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
         """Launch on the current stream of the plan's device.
 
-        ``addresses`` are those of :func:`operands`, in its order. A scale counts where its address is 0.
+        ``addresses`` belong to :func:`operands`, in its order. The kernel uses a scale by value if its address is 0.
         """
         self.function(self.anchor, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
 
@@ -91,12 +91,12 @@ class Plan:
             with emulated_memory(operands, [Span("tickets", counters, size)]):
                 yield
         except EmulatorError:
-            ctypes.memset(counters, 0, size)  # a kernel that was stopped has not done it
+            ctypes.memset(counters, 0, size)  # a stopped kernel leaves them as they are
             raise
 
 
 def _check_device_data(problem: AttentionProblem, name: Callable[[str], str]) -> None:
-    """What leads a kernel out of its operands is a fault. On the emulator TMA would read zeros there, as on a GPU."""
+    """Raise a fault for device data that leads a kernel out of its operands, where TMA would read zeros."""
     from hopwell import emulator
 
     fault = first_fault(rules_of(problem), defined=False)
@@ -108,8 +108,8 @@ def _check_device_data(problem: AttentionProblem, name: Callable[[str], str]) ->
 def emulated_memory(
     operands: Iterable[tuple[str, str, torch.Tensor | None]], others: Iterable[Span] = ()
 ) -> Iterator[None]:
-    """Tell the emulator which memory a launch may reach: names, roles and tensors of operands, and ``others``. A role
-    is that of ``emulator.Span``: "in" is only read, "out" is only written, "inout" is partly written."""
+    """Tell the emulator which memory a launch may reach: names, roles and tensors of operands, and ``others``. Roles
+    are defined by ``emulator.Span``: "in" is only read, "out" is only written, "inout" is partly written."""
     from hopwell import emulator
 
     spans = [emulator.span_of(name, view, role) for name, role, view in operands if view is not None]

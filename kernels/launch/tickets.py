@@ -62,7 +62,7 @@ class Tickets:
             return self._of_stream[stream]
 
     def _for_thread(self) -> int:
-        # A thread's id is no key: a new thread may reuse the id of a dead thread whose launch is still running.
+        # A thread's id cannot be the key: a new thread may reuse the id of a dead thread whose launch is still running.
         found = getattr(self._of_thread, "counters", None)
         if found is None:
             with self._lock:

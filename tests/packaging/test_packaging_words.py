@@ -21,7 +21,7 @@ BANNED = re.compile(
     r"\b(?:What|Where|Those|Whose)\b(?![^.?]*\?)"
     r"|\b(?:but for|so many|as many as|that nobody)\b"
     r"|\b(?:that|those) of\b"
-    r"|\bhas not\b(?! (?:been|run)\b)"
+    r"|\bhas not\b(?! (?:been|run|seen|\w+ed)\b)"
     r"|\b[Ss]ays? (?:how|what|which|whether)\b"
     r"|\bThis is (?:what|how)\b"
     r"|(?<!\b[Tt]here )\bis no\b(?! (?:longer\b|more\b|\w+er than\b))"

@@ -153,7 +153,7 @@ class PageRows(PagedSource):
 
 @dataclass
 class TopkRows(PageRows):
-    """Row copies for top-k indices: the table holds tokens instead of pages. A negative entry is no token."""
+    """Row copies for top-k indices: the table holds tokens instead of pages. A negative entry names none."""
 
     def _index(self, key):
         return key
