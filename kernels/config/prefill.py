@@ -153,7 +153,7 @@ class PrefillConfig(KernelConfig):
             registers = _MIDDLE_DIMS.producer_registers, _MIDDLE_DIMS.consumer_registers
             tile = replace(tile, m=_MIDDLE_DIMS.m, producer_registers=registers[0], consumer_registers=registers[1])
         if uses_fp8_mma:
-            return cls.byte_tile(dims, tile, short_steps, cls.promotes(dims, skip_softmax, short_steps))
+            return cls.fp8_tile(dims, tile, short_steps, cls.promotes(dims, skip_softmax, short_steps))
         needs_more = skip_softmax or (score.caps and score.has_slopes)
         gains = not (packs_heads or short_steps)
         by_two = kv_type is KvType.E4M3 and dtype == "bf16" and gains and not needs_more
@@ -168,7 +168,7 @@ class PrefillConfig(KernelConfig):
         return dims == (128, 128) and not skip_softmax and not short_steps
 
     @classmethod
-    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, promotes: bool) -> Tile:
+    def fp8_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, promotes: bool) -> Tile:
         """Return the tile for 8-bit queries, keys and values, given the ``tile`` of the same head dims in 16 bits."""
         step = min(tile.n, _MIDDLE_DIMS.n)
         if dims == (128, 128) and not short_steps:

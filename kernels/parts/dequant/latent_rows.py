@@ -27,14 +27,14 @@ LANES_PER_ROW = BLOCK_COLUMNS // copy.VECTOR_BYTES  # lanes per row; each copies
 class LatentRowFormat:
     """The format of a part of a latent key.
 
-    The part has ``byte_blocks`` column blocks of 8-bit elements, then ``wide_blocks`` column blocks of 16-bit elements.
+    The part has ``eight_bit_blocks`` column blocks of 8-bit elements, then ``wide_blocks`` of 16-bit elements.
 
     Distances are in bytes from the part's first element.
     """
 
     kind: KvType
     dtype: Any  # result type of the dequantized elements
-    byte_blocks: int
+    eight_bit_blocks: int
     wide_blocks: int = 0
     to_wide: int = 0  # distance to the first of the wide blocks
     to_scales: int | None = None  # distance to the row's scales, four float32; None without scales
@@ -102,14 +102,14 @@ class DequantizedPageRows(PageRows):
     def _copy_row(self, row, target, vector) -> None:
         form, wanted = self.row_format, row != 0
         source = row + vector * copy.VECTOR_BYTES
-        for block in cutlass.range_constexpr(form.byte_blocks):
+        for block in cutlass.range_constexpr(form.eight_bit_blocks):
             copy.async_copy_or_zero(target + self._block(block), source + block * BLOCK_COLUMNS, wanted)
         if const_expr(form.to_scales is not None):
             # Each lane stores the scales in the place of the second result vector of its first column block.
             copy.async_copy_or_zero(target ^ copy.VECTOR_BYTES, row + form.to_scales, wanted)
         for block in cutlass.range_constexpr(form.wide_blocks):
             wide = row + form.to_wide + block * copy.SWIZZLE_ROW_BYTES + vector * (2 * copy.VECTOR_BYTES)
-            place = target + self._block(form.byte_blocks + block)
+            place = target + self._block(form.eight_bit_blocks + block)
             copy.async_copy_or_zero(place, wide, wanted)
             copy.async_copy_or_zero(place ^ copy.VECTOR_BYTES, wide + copy.VECTOR_BYTES, wanted)
 
@@ -121,11 +121,11 @@ class DequantizedPageRows(PageRows):
         target = self._target(stage, self.first_row + row, vector)
         for first in cutlass.range(0, self.rows, ATOM_ROWS, unroll=1):
             place = target + self.vector_place(0, first, 0, 0)
-            loaded = [copy.load_shared(place + self._block(block), 4) for block in range(form.byte_blocks)]
+            loaded = [copy.load_shared(place + self._block(block), 4) for block in range(form.eight_bit_blocks)]
             scales = None
             if const_expr(form.to_scales is not None):
                 scales = copy.load_shared(place ^ copy.VECTOR_BYTES, 4, Float32)
-            for block in cutlass.range_constexpr(form.byte_blocks):
+            for block in cutlass.range_constexpr(form.eight_bit_blocks):
                 scale = None
                 if const_expr(form.to_scales is not None):
                     scale = scales[form.first_scale + block * BLOCK_COLUMNS // SCALE_COLUMNS]

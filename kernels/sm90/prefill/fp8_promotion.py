@@ -54,7 +54,7 @@ class PromotingFp8Attend(OverlappedAttend):
         # S needs no registers here. The promotion comes with the last of PROMOTION_STEPS tiles, so short requests have
         # none.
         if n % PROMOTION_STEPS == PROMOTION_STEPS - 1:
-            operands.flush(self.softmax)
+            operands.promote(self.softmax)
         OverlappedAttend.next_step(self, operands, ping_pong, q_stage, row, kv_step, n, masked)
 
     @cute.jit
@@ -95,7 +95,7 @@ class PromotedOperands(Fp8Operands):
         copy.store_shared(self.vectors()[-1], [Float32(0.0)] * VECTOR_FLOATS)
 
     @cute.jit
-    def flush(self, softmax) -> None:
+    def promote(self, softmax) -> None:
         """Add O to the sum, both relative to the references that the latest step has chosen."""
         self.rescale_output(softmax.rescale)
         self.add_promoted(softmax)

@@ -84,7 +84,7 @@ class Sm120PrefillConfig(PrefillConfig):
     }
 
     @classmethod
-    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, promotes: bool) -> Tile:
+    def fp8_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, promotes: bool) -> Tile:
         return next(tile for columns, tile in _BYTES_OF_COLUMNS.items() if max(dims) <= columns)
 
     @classmethod
