@@ -224,11 +224,11 @@ class Expected:
         assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"
         if exact.numel() == 0:
             return
-        work_tile = torch.finfo(out.dtype).eps
-        allowed = 2 * (self.rounded * factor - exact).norm() + 1e-2 * work_tile * exact.norm()
+        unit = torch.finfo(out.dtype).eps
+        allowed = 2 * (self.rounded * factor - exact).norm() + 1e-2 * unit * exact.norm()
         assert (got - exact).norm() <= allowed, f"error {(got - exact).norm() / exact.norm():.2e} of the norm"
         worst, largest = (got - exact).abs().max(), exact.abs().max()
-        assert worst <= 4 * work_tile * largest, f"one element is off by {worst:.2e}, the largest is {largest:.2e}"
+        assert worst <= 4 * unit * largest, f"one element is off by {worst:.2e}, the largest is {largest:.2e}"
         unseen = exact.abs().amax(2) == 0
         assert (got[unseen] == 0).all(), "a row without visible keys is not zero"
 

@@ -19,14 +19,14 @@ def check_two_branches(plan: Plan, problems: Sequence[AttentionProblem], want: t
     The graph launches the plan for all problems, on alternating branches. Outputs are full of ``fill`` before each of
     some replays.
     """
-    graph, kv_half = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        kv_half.wait_stream(torch.cuda.current_stream())
+        other.wait_stream(torch.cuda.current_stream())
         for index, one in enumerate(problems):
-            with torch.cuda.stream(kv_half if index % 2 else torch.cuda.current_stream()):
+            with torch.cuda.stream(other if index % 2 else torch.cuda.current_stream()):
                 plan.execute(one)
-        torch.cuda.current_stream().wait_stream(kv_half)
+        torch.cuda.current_stream().wait_stream(other)
     for _ in range(5):
         for one in problems:
             one.out.fill_(fill)

@@ -194,7 +194,7 @@ class LatentAttention(nn.Module):
 
 
 def generate(
-    wave: LatentAttention, prompts: list[torch.Tensor], steps: torch.Tensor, page_size: int = 64, kind: str = "bf16"
+    layer: LatentAttention, prompts: list[torch.Tensor], steps: torch.Tensor, page_size: int = 64, kind: str = "bf16"
 ) -> tuple[list[torch.Tensor], LatentCache]:
     """Decode each of ``steps`` [steps, batch, q_len, hidden] after the prompts.
 
@@ -202,15 +202,15 @@ def generate(
     """
     count, batch, q_len, _ = steps.shape
     device, longest = steps.device.type, max(len(prompt) for prompt in prompts)
-    cache = LatentCache(kind, batch, longest + count * q_len, wave.sizes, page_size, device)
+    cache = LatentCache(kind, batch, longest + count * q_len, layer.sizes, page_size, device)
     for request, prompt in enumerate(prompts):
         position = torch.arange(len(prompt), device=device)
-        wave.put(prompt, cache, torch.full_like(position, request), position)
+        layer.put(prompt, cache, torch.full_like(position, request), position)
         cache.seq_lens[request] = len(prompt)
-    most_keys = wave.sizes.top_k or cache.capacity
-    size = mla_workspace_bytes(wave.sizes.heads, most_keys, q_len, device=device)
+    most_keys = layer.sizes.top_k or cache.capacity
+    size = mla_workspace_bytes(layer.sizes.heads, most_keys, q_len, device=device)
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    return [wave.decode(hidden, cache, workspace) for hidden in steps], cache
+    return [layer.decode(hidden, cache, workspace) for hidden in steps], cache
 
 
 def main() -> None:
@@ -221,10 +221,10 @@ def main() -> None:
     lengths, count = ([1000, 1, 4096, 317], 64) if on_gpu else ([100, 1], 2)
     for kind, sizes in (("bf16", full), ("e4m3", full), ("fp8_ds_mla", sparse)):
         torch.manual_seed(0)
-        wave = LatentAttention(sizes, device).bfloat16()
+        layer = LatentAttention(sizes, device).bfloat16()
         prompts = [torch.randn(n, sizes.hidden, device=device).bfloat16() for n in lengths]
         steps = torch.randn(count, len(lengths), 1, sizes.hidden, device=device).bfloat16()
-        outputs, _ = generate(wave, prompts, steps, kind=kind)
+        outputs, _ = generate(layer, prompts, steps, kind=kind)
         seen = f"{sizes.top_k} tokens of" if sizes.top_k else "all of"
         print(f"{len(outputs)} steps of {len(lengths)} requests, {sizes.heads} heads, {seen} a cache of {kind}")
         print(f"output of a token: {list(outputs[-1][0, 0].shape)}, of size {outputs[-1].float().std():.3f}")

@@ -111,9 +111,9 @@ def ragged_rows(data: Batch, padded: torch.Tensor) -> torch.Tensor:
     return torch.cat([padded[i, :n] for i, n in enumerate(data.q_lens)])
 
 
-def elements(data: Batch, tokens: list[int], work_tile: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def elements(data: Batch, tokens: list[int], unit: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Return the offsets in elements of places in tokens."""
-    return data.ints([token * work_tile for token in tokens], dtype)
+    return data.ints([token * unit for token in tokens], dtype)
 
 
 def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: str = "xqa", **more: Any) -> torch.Tensor:

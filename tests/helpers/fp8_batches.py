@@ -21,7 +21,7 @@ WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
 # The tensor cores add 32 products of 8-bit elements at a time. They keep 13 or more bits of mantissa after the leading
 # bit of the largest summand, and truncate the rest.
 SUMMAND_ERROR, SUMMED_AT_ONCE = 2.0**-13, 32
-LOGIT_ERROR = 2.0**-9  # error of prefill's logits, by the same sums
+LOGIT_ERROR = 2.0**-9  # error of prefill's logits, by the same sums, for logits of ordinary size
 # Error of a whole output of prefill. Each weight errs on its own, so the whole is far better than each element.
 # Measurements at head dim 128 gave 2.0e-2 to 2.3e-2, and 2.4e-2 for FlashAttention 3; see docs/kernels/prefill.md.
 WHOLE_ERROR = 2.4e-2
@@ -69,7 +69,7 @@ class ByteBatch(Batch):
         The bound of an element follows from rounded weights and a rounded output. The whole output is within
         ``whole_error`` of its norm.
         """
-        work_tile = torch.finfo(out.dtype).eps / 2
+        unit = torch.finfo(out.dtype).eps / 2
         begins = starts(self.q_lens)
         for (q, k, v, seen), begin in zip(self.requests(mask), begins, strict=False):
             options = dict(scale=self.scale if scale is None else scale, seen=seen, sinks=sinks, score=score)
@@ -77,11 +77,15 @@ class ByteBatch(Batch):
             sizes = reference.attention(q, k, v.abs(), **options)[0] * factor
             largest = v.double().abs().sum(0).max() * factor if v.numel() else 0.0
             got = out[begin : begin + q.shape[0]].double()
-            allowed = (WEIGHT_ERROR + LOGIT_ERROR) * sizes + SMALLEST_WEIGHT * largest
-            allowed = allowed + work_tile * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
+            logit_error = max(LOGIT_ERROR, largest_logit_error(q, k, options["scale"]))
+            allowed = (WEIGHT_ERROR + logit_error) * sizes + SMALLEST_WEIGHT * largest
+            allowed = allowed + unit * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
             assert ((got - exact).abs() <= allowed).all(), f"off by {((got - exact).abs() / allowed).max():.2f} of it"
             if exact.numel():
-                error, most = (got - exact).norm(), (whole_error + work_tile) * exact.norm()
+                # Subnormal elements are off by up to half of the smallest step, however small they are.
+                smallest = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
+                error = (got - exact).norm()
+                most = (whole_error + unit) * exact.norm() + smallest / 2 * exact.numel() ** 0.5
                 assert error <= most, f"the whole is off by {error:.2e}, of {most:.2e} at most"
 
 
@@ -151,6 +155,15 @@ def largest_sum(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return sums.abs().amax((0, 2))
 
 
+def largest_logit_error(q: torch.Tensor, k: torch.Tensor, scale: float) -> float:
+    """Return an upper bound of the error of logits of queries [tokens, heads, head_dim] and keys, by fp8 MMA."""
+    if not len(q) or not len(k):
+        return 0.0
+    group = q.shape[1] // k.shape[1]
+    sums = torch.stack([largest_sum(q[:, head], k[:, head // group]) for head in range(q.shape[1])])
+    return float(q.shape[2] // SUMMED_AT_ONCE * SUMMAND_ERROR * abs(scale) * sums.max())
+
+
 def attention_by_tiles(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -200,13 +213,13 @@ class ByteExpected(Expected):
         assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"
         if exact.numel() == 0:
             return
-        work_tile = torch.finfo(out.dtype).eps / 2
+        unit = torch.finfo(out.dtype).eps / 2
         size, largest = self.sizes * abs(factor), self.largest[..., None] * abs(factor)
         allowed = (WEIGHT_ERROR + self.logit_error[..., None]) * size + SMALLEST_WEIGHT * largest
-        allowed = allowed + work_tile * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
+        allowed = allowed + unit * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
         error = (got - exact).abs()
         assert (error <= allowed).all(), f"off by {(error / allowed).max():.2f} of what is allowed"
-        theirs = (self.rounded.double() * factor - exact).norm() + work_tile * exact.norm()
+        theirs = (self.rounded.double() * factor - exact).norm() + unit * exact.norm()
         assert (got - exact).norm() <= theirs, f"error {(got - exact).norm() / theirs:.2f} of FlashMLA's"
         unseen = exact.abs().amax(2) == 0
         assert (got[unseen] == 0).all(), "a row without visible keys is not zero"

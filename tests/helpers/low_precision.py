@@ -191,11 +191,11 @@ class ExpectedLow(Expected):
         if not self.out.numel():
             return
         ideal = self.rounded.to(out.dtype).double() - self.out
-        work_tile = torch.finfo(out.dtype).eps
+        unit = torch.finfo(out.dtype).eps
         error = got - self.out
-        assert error.norm() <= 2 * ideal.norm() + 1e-2 * work_tile * self.out.norm(), f"error {self.error(out):.2e}"
+        assert error.norm() <= 2 * ideal.norm() + 1e-2 * unit * self.out.norm(), f"error {self.error(out):.2e}"
         assert self.error(out) <= most, f"error {self.error(out):.2e}"
-        worst = 4 * float(ideal.abs().max()) + 4 * work_tile * float(self.out.abs().max())
+        worst = 4 * float(ideal.abs().max()) + 4 * unit * float(self.out.abs().max())
         assert error.abs().max() <= worst, f"one element is off by {error.abs().max():.2e}"
         assert (got[self.out.abs().amax(2) == 0] == 0).all(), "a row without visible keys is not zero"
 
@@ -226,8 +226,8 @@ def check_nvfp4_output(out: FP4Tensor, half: torch.Tensor, o_sf_scale: float) ->
     is correct.
     """
     x = half.float()
-    work_tile = torch.exp2(torch.frexp(x).exponent.clamp(min=-13) - 11.0)  # in the last place of float16
-    off = work_tile / 2 + FLOAT_ERROR * x.abs()
+    unit = torch.exp2(torch.frexp(x).exponent.clamp(min=-13) - 11.0)  # in the last place of float16
+    off = unit / 2 + FLOAT_ERROR * x.abs()
     tokens, heads, dim = x.shape
     columns = heads * dim // layouts.NVFP4_BLOCK
     scales = layouts.unswizzle_128x4(out.scale, tokens, columns, out.scale_start_index).unflatten(1, (heads, -1))

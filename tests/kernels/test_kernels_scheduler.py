@@ -118,10 +118,10 @@ class TestRequest:
         g = GEOMETRY._replace(capacity=Int64(64))
         assert [request(i, a, g).kv_len for i in range(3)] == [64, 64, 64]
 
-    @pytest.mark.parametrize("work_tile", [1, 512])
-    def test_output_lies_as_the_query_unless_told(self, work_tile: int, memory: Memory) -> None:
+    @pytest.mark.parametrize("unit", [1, 512])
+    def test_output_lies_as_the_query_unless_told(self, unit: int, memory: Memory) -> None:
         a = ADDRESSES._replace(q_offsets=memory.put([0, 7 * 512, 9 * 512]), kv_lens=memory.put([9, 9]))
-        g = GEOMETRY._replace(q_token_elements=Int64(512), o_token_elements=Int64(work_tile))
+        g = GEOMETRY._replace(q_token_elements=Int64(512), o_token_elements=Int64(unit))
         assert [request(i, a, g).o_start for i in range(2)] == [0, 7]
 
     def test_places_of_the_log_sum_exp(self, memory: Memory) -> None:

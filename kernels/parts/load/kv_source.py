@@ -215,6 +215,21 @@ class KvSource(DeviceStruct):
         partial = self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
         return partial if self.drafts is None else partial | self.drafts.overlap(begin + self.tile_n)
 
+    @cute.jit
+    def _copy_tile_scales(self, location, pages, tile, stage) -> None:
+        """Issue the copies of a tile's scales, with zeros for hidden new tokens.
+
+        Tiles before the new tokens take a path of their own: a test for each word made NVFP4 decode with 4 new tokens
+        4 % slower (H200 and H100, 2026-11-26).
+        """
+        if const_expr(self.drafts is None):
+            self.copy_scales(location, pages, tile, stage, [])
+        else:
+            if self.drafts.overlap((tile + 1) * self.tile_n):
+                self.copy_scales(location, pages, tile, stage, self.hidden_rows(tile))
+            else:
+                self.copy_scales(location, pages, tile, stage, [])
+
     def hidden_rows(self, tile) -> list:
         """Return the words of :meth:`HiddenDrafts.of_tile`, or an empty list without a draft mask."""
         return [] if self.drafts is None else self.drafts.of_tile(tile * self.tile_n, self.tile_n)
@@ -231,11 +246,11 @@ class KvSource(DeviceStruct):
             barrier = partial_barrier
         self._expect(barrier)
         self.fetch(location, ring.stage(step), barrier)
-        hidden = self.hidden_rows(tile)  # while the tile is in flight
         if const_expr(self.scales is not None):
-            self.copy_scales(location, pages, tile, ring.stage(step), hidden)
+            self._copy_tile_scales(location, pages, tile, ring.stage(step))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         if partial:
+            hidden = self.hidden_rows(tile)  # while the tile is in flight
             cute.arch.mbarrier_wait(partial_barrier, partials & 1)
             partials += 1
             # A row range is empty if the first or the last needed key is in another tile.
