@@ -283,7 +283,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     ragged_tokens = None if starts is None else tokens
     _check_mask(call.mask, batch, q_len, ragged_tokens, on)
     part = dcp_rank(call.causal_seqlens_kv_global, call.cp_world, call.cp_rank, batch, on)
-    _check_sharded(call, part)
+    _check_dcp(call, part)
     out = _output(call, cache, batch, q_len)
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
     log = log_sum_exp(call.lse, call.return_lse, call.return_lse_base, query, sizes)
@@ -325,7 +325,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     return problem
 
 
-def _check_sharded(call: XqaCall, part: DcpRank | None) -> None:
+def _check_dcp(call: XqaCall, part: DcpRank | None) -> None:
     """Check calls with DCP ranks: they return the log-sum-exp for the combine, with a causal mask and without sinks."""
     if part is None:
         world = checks.host_int("cp_world", call.cp_world)

@@ -68,7 +68,7 @@ def _problem(query: torch.Tensor, q_len: int, mask: Mask, **fields: Any) -> Atte
     return AttentionProblem(**(common | fields))
 
 
-def _sharded(mask: Mask) -> DcpRank | None:
+def _dcp_rank_of(mask: Mask) -> DcpRank | None:
     return DcpRank(_ints(BATCH), 2, 0) if mask.kind is MaskKind.CYCLIC else None
 
 
@@ -126,7 +126,7 @@ def decode(
         q_len,
         Mask(mask),
         out=None if out is None else _empty(tokens, HEADS, dim, dtype=out),
-        dcp_rank=_sharded(Mask(mask)),
+        dcp_rank=_dcp_rank_of(Mask(mask)),
         softmax_scale=_empty(1) if tensor_scales else 1.0,
         scratch=_empty(1, dtype=UINT8),
         family=Family.DECODE,
@@ -158,7 +158,7 @@ def mla(
         Mask(mask),
         key=key,
         value=key[..., : dims[1]],
-        dcp_rank=_sharded(Mask(mask)),
+        dcp_rank=_dcp_rank_of(Mask(mask)),
         softmax_scale=_empty(1) if tensor_scales else 1.0,
         scratch=_empty(1, dtype=UINT8),
         family=Family.MLA,

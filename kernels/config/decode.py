@@ -319,7 +319,7 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
         "lengths from offsets": p.kv_lens is None,
         "offsets in elements": p.q_offsets is not None and p.q_offsets.token_elements != 1,
         "q_lens": p.q_lens is not None,
-        "a shard of keys under another mask": (p.dcp_rank is None) == (p.mask.kind is MaskKind.CYCLIC),
+        "a DCP rank under another mask": (p.dcp_rank is None) == (p.mask.kind is MaskKind.CYCLIC),
         "o_offsets": p.o_offsets is not None,
         "contiguous keys": (p.page_table is None and p.token_table is None) or p.k_offsets is not None,
         f"{p.score.kind.value} scores": p.score != Score(),

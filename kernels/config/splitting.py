@@ -148,11 +148,11 @@ def fan_in_bits(columns: int) -> int:
     return FAN_IN_BITS if columns <= MOST_TREE_COLUMNS else LARGE_NODE_FAN_IN_BITS
 
 
-def gmem_levels(leaf: int, capacity: int, near: int) -> int:
-    """Return the levels of a CTA's tree in global memory, beyond the ``near`` ones: those below the root of the
+def gmem_levels(leaf: int, capacity: int, in_smem: int) -> int:
+    """Return the levels of a CTA's tree in global memory, beyond the ``in_smem`` levels, below the root of the
     longest line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
     leaves = -(-max(capacity, 1) // leaf)
-    return max((leaves - 1).bit_length() - near, 0)
+    return max((leaves - 1).bit_length() - in_smem, 0)
 
 
 def share_subtrees(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
@@ -174,12 +174,12 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
     """Return the bytes of scratch for the tree of a launch of up to ``rows`` rows, see :func:`scratch_bytes`."""
 
     def of(tile: int, width: int, size: int) -> int:
-        near = LEAST_SMEM_LEVELS if tiled else shared_levels(tile, width, size)
+        in_smem = LEAST_SMEM_LEVELS if tiled else shared_levels(tile, width, size)
         # Ragged drafts have leaves as short as with the fewest rows.
-        far, tiles = gmem_levels(leaf_tokens(SWAP_AB_ROWS[0], width, size, tiled), capacity, near), 1
+        in_gmem, tiles = gmem_levels(leaf_tokens(SWAP_AB_ROWS[0], width, size, tiled), capacity, in_smem), 1
         if tiled:
             tiles = -(-rows // tile)
-        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], far, size)
+        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], in_gmem, size)
 
     most = min((m for m in SWAP_AB_ROWS if m >= rows), default=SWAP_AB_ROWS[-1])
     widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled)) + 1, BLOCK_COLUMNS)
@@ -189,17 +189,17 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 
 def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
     """Return the bytes of scratch for the trees of ``row_tiles`` of an MLA launch with up to ``columns`` of output."""
-    far = gmem_levels(LATENT_LEAF_TOKENS, capacity, LATENT_REGISTER_LEVELS)
+    in_gmem = gmem_levels(LATENT_LEAF_TOKENS, capacity, LATENT_REGISTER_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
-    return max(_nodes_bytes(LATENT_SWAP_AB_ROWS, row_tiles, width, sms, far) for width in widths)
+    return max(_nodes_bytes(LATENT_SWAP_AB_ROWS, row_tiles, width, sms, in_gmem) for width in widths)
 
 
 def _nodes_bytes(
-    rows: int, row_tiles: int, columns: int, ctas: int, far: int, element_bytes: int = HALFWORD_BYTES
+    rows: int, row_tiles: int, columns: int, ctas: int, in_gmem: int, element_bytes: int = HALFWORD_BYTES
 ) -> int:
-    """Count the bytes of the nodes that several CTAs combine, and of the ``far`` levels that each CTA has in
+    """Count the bytes of the nodes that several CTAs combine, and of the ``in_gmem`` levels that each CTA has in
     memory."""
-    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + far * ctas) * node_bytes(rows, columns)
+    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + in_gmem * ctas) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int) -> int:

@@ -84,9 +84,9 @@ def _scale_strides(problem: AttentionProblem) -> dict[str, int]:
 
 
 def head_swizzle_heads(heads: int, kv_heads: int, ctas: int) -> int:
-    """Return the query heads of a head-swizzle section on ``ctas`` SMs, see ``parts/partition/tiles.py``.
+    """Return the query heads of a head-swizzle group on ``ctas`` SMs, see ``parts/partition/tiles.py``.
 
-    All sections have the same size: a short last section would have long tiles without other tiles beside them.
+    All groups have the same size: a short last group would have long tiles without other tiles beside them.
     """
     most = max(ctas // SHARING, 1)
     together = max(count for count in range(1, most + 1) if kv_heads % count == 0)

@@ -131,8 +131,8 @@ SM120 += [
 SM120_ON_HOPPER = Sm120PrefillConfig(
     "sm_120a", "e4m3", "bf16", 64, 64, MaskKind.CAUSAL, *PAGES16, compiled_for="sm_90a"
 )
-# ptxas for sm_120 uses 8 bytes of stack that are written and never read, and spills registers: see sm120_config.py. For
-# decode it does so once a leaf; see sm120_decode_config.py.
+# ptxas for sm_120 uses 8 bytes of stack that are written and never read, and spills registers: see
+# warp_mma/prefill/config.py. For decode it does so once a leaf; see warp_mma/decode/config.py.
 SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 112, Family.MLA: 88}
 NARROW_STACK = 80  # if warps dequantize K and V for themselves
 # For Blackwell the compiler keeps pairs of O's elements side by side, which take up to 128 registers, and spills: see
@@ -266,11 +266,11 @@ def most_stack(config: KernelConfig) -> int:
     if config in SM120_ON_BLACKWELL and config.family is Family.PREFILL and config.head_dim_v > 192:
         return PAIRED_STACK[config.kv_type]
     if config.arch == "sm_120a" or config in SM120_ON_BLACKWELL:
-        return NARROW_STACK if widens_for_itself(config) else SM120_STACK[config.family]
+        return NARROW_STACK if dequantizes_for_itself(config) else SM120_STACK[config.family]
     return 8 if config.name.startswith(SPILL) else 0
 
 
-def widens_for_itself(config: KernelConfig) -> bool:
+def dequantizes_for_itself(config: KernelConfig) -> bool:
     return isinstance(config, Sm120PrefillConfig) and config.has_narrow_kv and not config.uses_fp8_mma
 
 
@@ -279,7 +279,7 @@ def test_spills_in_steps(config: Sm120PrefillConfig) -> None:
     """Count instructions that load or store a spilled register, in the step with most of them, of 280 to 2300
     instructions.
     """
-    most = 26 if widens_for_itself(config) else 12 if config.dequantizes else 6
+    most = 26 if dequantizes_for_itself(config) else 12 if config.dequantizes else 6
     assert Resources.of(artifact(config).cubin).step_spills <= most
 
 

@@ -402,8 +402,8 @@ def attend(tree: HostTree, segment: StreamKTile) -> Any:
         node.value = leaves - 1 - n
         return step + 1
 
-    combine_tile_range = LeafTree.combine_tile_range.__wrapped__
-    step, left = combine_tile_range(SimpleNamespace(combine=tree), next_leaf, node, segment, Int32(0))
+    combine_segment = LeafTree.combine_segment.__wrapped__
+    step, left = combine_segment(SimpleNamespace(combine=tree), next_leaf, node, segment, Int32(0))
     assert host(step) == host(segment.end_leaf) - host(segment.first_leaf)
     commit(state)
     if host(step) == leaves:
@@ -443,7 +443,7 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     cuts = sorted(random.sample(range(1, subtrees), random.randint(0, min(subtrees - 1, 12)))) if subtrees > 1 else []
     bounds = [0, *(cut << shift for cut in cuts), leaves]
     whole = StreamKTile.from_ints([Int32(0)] * StreamKTile.INTS)
-    line = dict(leaves=Int32(leaves), output_tile_start=Int32(random.choice((0, 5))), shift=Int32(shift))
+    line = dict(leaves=Int32(leaves), line_start=Int32(random.choice((0, 5))), shift=Int32(shift))
     segments = [
         replace(whole, **line, first_leaf=Int32(begin), end_leaf=Int32(end), keys=keys_of(leaves - end, leaves - begin))
         for begin, end in itertools.pairwise(bounds)

@@ -172,8 +172,8 @@ class Partials(DeviceStruct):
                 places = [slots.place(partials.first + cutlass.min(each, chunks - 1) * partials.step) for each in mine]
                 loaded = []
                 for i in cutlass.range_constexpr(partials_at_once):
-                    partial_id = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_band
-                    loaded.append([copy.load_global(partial_id + each * SUBTILE_BYTES, 4, Int32) for each in subtiles])
+                    address = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_band
+                    loaded.append([copy.load_global(address + each * SUBTILE_BYTES, 4, Int32) for each in subtiles])
                 found = [copy.load_global(slots.statistics(place + row, PARTIAL), STATISTICS) for place in places]
                 # Partials are added in groups of one per lane of a row, regardless of the number in flight. Roundings
                 # are explicit. Otherwise another warp would produce other bits.

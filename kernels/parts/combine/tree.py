@@ -174,14 +174,14 @@ class FanInGroup(DeviceStruct):
         return ((self.line.leaves - 1) >> self.line.shift) + 1
 
     @property
-    def is_output_tile(self):
+    def is_line(self):
         """Whether the fan-in group covers the whole line."""
         return (self.first == 0) & (self.subtrees <= (Int32(1) << (self.bits * (self.fan_in_level + 1))))
 
     def slot_of(self, subtree):
         return (subtree - self.first) >> (self.bits * self.fan_in_level)
 
-    def block_of(self, slot):
+    def subtree_at(self, slot):
         return self.first + (slot << (self.bits * self.fan_in_level))
 
     def above(self) -> "FanInGroup":
@@ -273,16 +273,16 @@ class Tree(DeviceStruct):
 
         If a line ends within a subtree, the next line begins in the same place of the head list.
         """
-        place = (line.output_tile_start + (subtree << line.shift)) >> line.shift
+        place = (line.line_start + (subtree << line.shift)) >> line.shift
         return line.first_slot + 2 * place + (subtree == 0).to(Int32)
 
     def _gmem_level(self, level):
-        """Return the address of this CTA's copy of a far level, which has no place in shared memory."""
+        """Return the address of this CTA's copy of a global-memory levels, which has no place in shared memory."""
         place = cute.arch.block_idx()[0] * Int32(self.geometry.gmem_levels) + level - self.smem_levels
         return self._node(Int32(self.geometry.slots) + place)
 
     def _smem_level(self, level) -> list:
-        """Return the node that waits at a near level, in shared memory or registers."""
+        """Return the node that waits at a shared-memory levels, in shared memory or registers."""
         return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.vectors()
 
     def _keep_in_smem(self, node: Node, level) -> None:
@@ -384,7 +384,7 @@ class Tree(DeviceStruct):
             while there != 0:
                 node.assign(self._combined(fan_in_group, there))
                 there = Int32(0)
-                if fan_in_group.is_output_tile:
+                if fan_in_group.is_line:
                     is_root = fan_in_group.fan_in_level >= 0
                 else:
                     self.leave(node, line, fan_in_group.first << line.shift)
@@ -464,4 +464,4 @@ def _has(there, slot: int):
 @cute.jit
 def _subtree_of(fan_in_group: FanInGroup, there, slot: cutlass.Constexpr[int]):
     """Return the subtree of a slot if a node begins there, else the subtree of the first slot, which always has one."""
-    return fan_in_group.block_of(Int32(slot) if _has(there, slot) else Int32(0))
+    return fan_in_group.subtree_at(Int32(slot) if _has(there, slot) else Int32(0))

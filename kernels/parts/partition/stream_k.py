@@ -37,7 +37,7 @@ class StreamKRanges(DeviceStruct):
     """Ranges and subtrees of head lists. CTAs own the ranges or take them by tickets."""
 
     leaves: Int32  # of a head list
-    own_waves: Int32  # layers of ranges owned by CTAs; a layer has one range of each head list
+    own_waves: Int32  # waves of ranges owned by CTAs; a wave has one range of each head list
     own: Int32  # leaves of an owned range
     shift: Int32  # log2 of the leaves of a subtree
 
@@ -48,7 +48,7 @@ class StreamKRanges(DeviceStruct):
     ) -> "StreamKRanges":
         """Cut head lists so that a CTA's equal share has at most ``most_subtrees`` subtrees.
 
-        ``own_waves`` is the number of whole layers of CTAs. Work taken by tickets has to be combined, unless lines are
+        ``own_waves`` is the number of whole waves of CTAs. Work taken by tickets has to be combined, unless lines are
         as short as subtrees. 32 x 8192 tokens take 247 us if every CTA owns its share, and 251 us if an eighth is
         handed out by tickets. 256 x 1024 tokens take 251 and 247 us (H200, 2026-11-23).
         """
@@ -68,12 +68,12 @@ class StreamKRanges(DeviceStruct):
 
     @cute.jit
     def own_range(self, wave):
-        """Return (first leaf, end) of the CTAs of a layer. Layers past the owned ones are empty."""
+        """Return (first leaf, end) of the CTAs of a wave. Layers past the owned ones are empty."""
         first = self.leaves if wave >= self.own_waves else cutlass.min(wave * self.own, self.leaves)
         return first, cutlass.min(first + self.own, self.leaves)
 
     def handed_out(self, wave):
-        """Return (first leaf, end) of a layer of tickets. Layers past the last leaf are empty."""
+        """Return (first leaf, end) of a wave of tickets. Layers past the last leaf are empty."""
         size = Int32(1) << self.shift
         first = cutlass.min(self.own_waves * self.own + wave * size, self.leaves)
         return first, cutlass.min(first + size, self.leaves)
@@ -93,7 +93,7 @@ class StreamKRanges(DeviceStruct):
 
 
 def wave_and_head_list(number, head_lists: Divisor):
-    """Return (layer, head list) of a CTA or ticket. A layer has the same leaves of all head lists."""
+    """Return (wave, head list) of a CTA or ticket. A wave has the same leaves of all head lists."""
     wave = head_lists.divide(number)
     return wave, number - wave * head_lists.value
 
@@ -105,7 +105,7 @@ class StreamKTile(PackedTile):
     INTS: ClassVar[int] = 23
 
     leaves: Int32  # of the line
-    output_tile_start: Int32  # leaves before the line in the head list
+    line_start: Int32  # leaves before the line in the head list
     first_leaf: Int32  # of the segment
     end_leaf: Int32
     shift: Int32  # log2 of the leaves of a subtree, as in StreamKRanges
@@ -140,8 +140,8 @@ class StreamKSchedule(SplitSchedule):
         span = self._span(first + cute.arch.lane_idx())
         return span, running_sum(span.chunks)
 
-    def _tile_range(
-        self, span: RequestSpan, place: tuple, output_tile_start, begin, end, ranges: StreamKRanges, policy
+    def _segment(
+        self, span: RequestSpan, place: tuple, line_start, begin, end, ranges: StreamKRanges, policy
     ) -> StreamKTile:
         """Return the segment with leaves [begin, end) of a request's line.
 
@@ -153,7 +153,7 @@ class StreamKSchedule(SplitSchedule):
         # none of its rows sees a key of the leaf.
         first = span.first_chunk + span.chunks - end
         keys = self._keys_of_tokens(request, Int32(0), request.q_len - 1, first * tokens, (end - begin) * tokens)
-        numbers = (span.chunks, output_tile_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
+        numbers = (span.chunks, line_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
         return StreamKTile(request, head, head, first_row, keys, *numbers)
 
     @cute.jit
@@ -195,17 +195,15 @@ class StreamKSchedule(SplitSchedule):
             else:
                 lane = lane_of(leaf, before + last_leaf)
                 mine = from_lane(span, lane)
-                output_tile_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.chunks
-                first_leaf, end_leaf = ranges.subtree(leaf - output_tile_start), ranges.subtree(end - output_tile_start)
-                if end >= output_tile_start + mine.chunks:
+                line_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.chunks
+                first_leaf, end_leaf = ranges.subtree(leaf - line_start), ranges.subtree(end - line_start)
+                if end >= line_start + mine.chunks:
                     end_leaf = mine.chunks
                 if first_leaf < end_leaf:
                     place = (head_list, head, first_row)
-                    work_queue.post(
-                        step, self._tile_range(mine, place, output_tile_start, first_leaf, end_leaf, ranges, policy)
-                    )
+                    work_queue.post(step, self._segment(mine, place, line_start, first_leaf, end_leaf, ranges, policy))
                     step += 1
-                leaf = output_tile_start + mine.chunks
+                leaf = line_start + mine.chunks
                 goes_on = (leaf < end) | ranges.has_tickets
         work_queue.post_end(step)
         if ranges.has_tickets:

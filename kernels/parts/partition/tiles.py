@@ -1,9 +1,9 @@
 """Persistent scheduling of query tiles: the query tile that a CTA works on next.
 
-Tiles form one list, request by request. Within a section of a request's heads, tiles are ordered longest first if
-causality makes them unequal. A CTA's first place in the list is its own number. For every further tile it takes a
-ticket, which is the next place. The CTA that computes a tile never affects the result, only its time. A section (head
-swizzle) has few heads, so that several CTAs read the same K and V at the same time, from the L2 cache.
+Tiles form one list, request by request. The heads of a request are divided into groups (head swizzle). Within a group,
+tiles are ordered longest first if causality makes them unequal. A CTA's first place in the list is its own number. For
+every further tile it takes a ticket, which is the next place. The CTA that computes a tile never affects the result,
+only its time. A group has few heads, so that several CTAs read the same K and V at the same time, from the L2 cache.
 
 One warp walks the list ahead of all others. It publishes each tile with everything that the others need to know about
 it. Tickets, divisions and the dependent loads of lengths and offsets therefore cost the other warps nothing.
@@ -122,8 +122,8 @@ class TileSchedule(DeviceStruct):
     def _coordinates(self, q_tiles, place):
         """Return (query tile, its first head) at a place of a request's list.
 
-        Each section of heads has its tiles from last to first, and each tile for all heads of the section. Heads that
-        share K and V therefore run side by side.
+        Each group of heads has its tiles from last to first, and each tile for all heads of the group. Heads that share
+        K and V therefore run side by side.
         """
         head_swizzle = Int32(self.geometry.head_swizzle)
         first = place // (head_swizzle * q_tiles) * head_swizzle

@@ -157,10 +157,10 @@ class DequantProducts(DeviceStruct):
         for block in self.blocks:
             rows = [self.rows(self.k_tile, 0, *core_matrix, block) for core_matrix in core_matrices]
             part = self.element.bytes_of(block.key_part)
-            partial_id = min(part, copy.VECTOR_BYTES)
-            for first in range(0, part, partial_id):
-                keys = [copy.load_shared(self._place(row, g, t, part, first), partial_id // 4) for row in rows]
-                for word in range(partial_id // 4):
+            load_bytes = min(part, copy.VECTOR_BYTES)
+            for first in range(0, part, load_bytes):
+                keys = [copy.load_shared(self._place(row, g, t, part, first), load_bytes // 4) for row in rows]
+                for word in range(load_bytes // 4):
                     factors = self._factors(scales, first // 4 + word)
                     wide = [
                         dequantized(self.kernel.config.kv_type, key[word], factor)

@@ -18,7 +18,7 @@ class LeafTree(ColumnRows):
     output_scale: Float32
 
     @cute.jit
-    def combine_tile_range(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
+    def combine_segment(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
         """Combine all leaves of a segment.
 
         ``next_leaf`` computes each leaf into ``node``. Its arguments are the number of the leaf among the keys, whether
@@ -45,16 +45,16 @@ class LeafTree(ColumnRows):
         return step, left
 
     @cute.jit
-    def finish_tile_range(self, node: Node, tile: StreamKTile, left: LeftNodes, addresses, geometry) -> None:
+    def finish_segment(self, node: Node, tile: StreamKTile, left: LeftNodes, addresses, geometry) -> None:
         """Combine every node whose inputs are complete, and store the output tile if its root is among them."""
         is_root = tile.end_leaf - tile.first_leaf == tile.leaves
         if not is_root:
             is_root = self.combine.combine(node, tile, left, self.meet_warpgroup)
         if is_root:
-            self.store_output_tile(node, tile, addresses, geometry)
+            self.store_line(node, tile, addresses, geometry)
 
     @cute.jit
-    def store_output_tile(self, node: Node, tile: StreamKTile, addresses, geometry) -> None:
+    def store_line(self, node: Node, tile: StreamKTile, addresses, geometry) -> None:
         """Write the rows of an output tile from its root node."""
         rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
         sums = self.gathered([node.total[r] for r in range(node.rows)])

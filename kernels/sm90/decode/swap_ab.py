@@ -249,7 +249,7 @@ class LeafConsumer(ColumnRows, DecodeConsumer):
     operands_type: ClassVar[type]
 
     def first_step(self):
-        """Return the step of the CTA's first leaf, as counted by :meth:`combine_tile_range`."""
+        """Return the step of the CTA's first leaf, as counted by :meth:`combine_segment`."""
         return Int32(0)
 
     @cute.jit
@@ -266,9 +266,9 @@ class LeafConsumer(ColumnRows, DecodeConsumer):
             operands.begin(q_ring, work)
             row = self.logit_row(tile, 0, operands.scores())
             next_leaf = partial(self.attend_leaf, operands, node, q_ring.stage(work), row)
-            step, left = self.combine_tile_range(next_leaf, node, tile, step)
+            step, left = self.combine_segment(next_leaf, node, tile, step)
             operands.end(q_ring, work)
-            self.finish_tile_range(node, tile, left, addresses, geometry)
+            self.finish_segment(node, tile, left, addresses, geometry)
             work += 1
             tile = self.work_queue.read(work)
 

@@ -218,7 +218,7 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
         return Int32(0), Int32(0)
 
     @cute.jit
-    def combine_tile_range(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
+    def combine_segment(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
         """Pass the node of each leaf of a segment to combine. Return the step after the segment; no node is left in
         global memory."""
         ring, keys = self.rings.leaf, tile.keys
@@ -231,7 +231,7 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
             leaf += 1
         return (tiles, leaf), None
 
-    def finish_tile_range(self, node: Node, tile: StreamKTile, left, addresses, geometry) -> None:
+    def finish_segment(self, node: Node, tile: StreamKTile, left, addresses, geometry) -> None:
         """Do nothing: the combine warpgroup writes the output tile."""
 
 
@@ -253,8 +253,8 @@ class LatentCombine(LeafTree):
             self.meet_warpgroup()
             # Without clear(), the compiler would keep the held node in registers while partials are combined.
             self.combine.held.clear()
-            leaf, left = self.combine_tile_range(partial(self.take, node), node, tile, leaf)
-            self.finish_tile_range(node, tile, left, addresses, geometry)
+            leaf, left = self.combine_segment(partial(self.take, node), node, tile, leaf)
+            self.finish_segment(node, tile, left, addresses, geometry)
             work += 1
             tile = work_queue.read(work)
 
