@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 import torch
+from hypothesis import settings
 from selection import core, functions
-
 
 # A busy machine takes longer than Hypothesis's 200 ms for some examples.
 settings.register_profile("no_deadline", deadline=None)
