@@ -46,7 +46,6 @@ class OnlineSoftmax(DeviceStruct):
     rescale: Any  # factor for everything accumulated before the latest step
 
     headroom = 0.0  # weights reach up to 2^headroom
-    keeps_nan = False  # whether a NaN score becomes the max of its row
 
     @classmethod
     def create(cls, scale, rows: int) -> "OnlineSoftmax":
@@ -68,7 +67,7 @@ class OnlineSoftmax(DeviceStruct):
     @cute.jit
     def maximum(self, scores, r: cutlass.Constexpr[int]):
         """Return the largest score of row r."""
-        return self.largest_of_lanes(largest_of_lane(scores, r, keeps_nan=self.keeps_nan), scores.lanes_per_row)
+        return self.largest_of_lanes(largest_of_lane(scores, r), scores.lanes_per_row)
 
     def largest_of_lanes(self, value, lanes: int):
         """Return the largest ``value`` of the lanes that share a row."""
@@ -87,8 +86,8 @@ class OnlineSoftmax(DeviceStruct):
         """Move the reference of row r to ``row_max`` if that is more than ``slack`` powers of two above it."""
         before = self.reference[r]
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
-        # A row that has seen no key has the reference -inf, which any logit exceeds. A NaN becomes the reference.
-        reference = before if row_max * self.scale <= before * self.scale + slack else row_max
+        # A row that has seen no key has the reference -inf, which any logit exceeds.
+        reference = row_max if row_max * self.scale > before * self.scale + slack else before
         self.reference[r] = reference
         self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
         self.row_sum[r] = self.row_sum[r] * self.rescale[r]
@@ -245,22 +244,13 @@ def _over_row(value, operation):
 
 
 @cute.jit
-def largest_of_lane(
-    fragment,
-    r: cutlass.Constexpr[int],
-    absolute: cutlass.Constexpr[bool] = False,
-    keeps_nan: cutlass.Constexpr[bool] = False,
-):
-    """Return the largest element of row r in this lane.
-
-    With ``absolute`` the largest magnitude counts, and the sign of the result is arbitrary. With ``keeps_nan`` a NaN is
-    the result; otherwise NaNs are ignored.
-    """
+def largest_of_lane(fragment, r: cutlass.Constexpr[int], absolute: cutlass.Constexpr[bool] = False):
+    """Return the largest element of row r in this lane, or the largest magnitude with ``absolute``. NaN is ignored."""
     chains = [fragment.get(r, c) for c in range(min(CHAINS, fragment.columns))]
     for c in cutlass.range_constexpr(CHAINS, fragment.columns):
-        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], fragment.get(r, c), nan=keeps_nan, abs=absolute)
+        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], fragment.get(r, c), abs=absolute)
     for c in cutlass.range_constexpr(1, len(chains)):
-        chains[0] = cute.arch.fmax(chains[0], chains[c], nan=keeps_nan, abs=absolute)
+        chains[0] = cute.arch.fmax(chains[0], chains[c], abs=absolute)
     return chains[0]
 
 

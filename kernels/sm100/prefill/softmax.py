@@ -1,5 +1,6 @@
 """Softmax of Blackwell prefill: a thread has a row of scores, and half of its arithmetic works on pairs."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ _POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.0095
 # Adding this to a number up to 2^22 leaves the nearest integer in the lowest bits.
 _ROUNDING = float(3 << 22)
 _LEAST_EXPONENT = -127.0  # of a nonzero result; the polynomial is 0 at exactly this exponent
+LARGEST_SUM = 2.0**64  # of exponentials: 2^31 keys with weights of up to 2^8 make 2^39
 
 
 @dataclass
@@ -35,12 +37,15 @@ class PackedSoftmax(OnlineSoftmax):
 
     polynomial_eighths: int
 
-    keeps_nan = True  # polynomials turn NaN into a large number; with a NaN reference all other exponentials are NaN
-
     @staticmethod
     def of(scale, polynomial_eighths: int) -> "PackedSoftmax":
         common = OnlineSoftmax.create(scale, LaneRow.rows)
         return PackedSoftmax(**vars(common), polynomial_eighths=polynomial_eighths)
+
+    @cute.jit
+    def sum_of_lanes(self, value, lanes: int):
+        # Polynomials turn NaN into a number near 2^128. No sum of exponentials, at most 2^SLACK each, comes near it.
+        return Float32(math.nan) if value > LARGEST_SUM else value
 
     @cute.jit
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
@@ -161,7 +166,7 @@ class Softmax(DeviceStruct):
         rest = self.kernel.tile.n - held
         late_maximum = self.state.maximum(logits.load(held, rest), 0)
         first = logits.load(0, held)
-        maximum = cute.arch.fmax(self.state.maximum(first, 0), late_maximum, nan=True)
+        maximum = cute.arch.fmax(self.state.maximum(first, 0), late_maximum)
         self.weigh(steps, first, logits, maximum, done)
 
     @cute.jit
