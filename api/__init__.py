@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hopwell._toolchain import check_toolchain
+from hopwell._checks.toolchain import check_toolchain
 
 # The check precedes every import that may need the toolchain, so that a wrong toolchain gives only this message.
 check_toolchain()
@@ -17,8 +17,8 @@ check_toolchain()
 from hopwell.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
-    from hopwell._device_data import check_device_data
-    from hopwell._switches import batch_invariant
+    from hopwell._calls.switches import batch_invariant
+    from hopwell._checks.device_data import check_device_data
     from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
     from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
     from hopwell.page import (
@@ -51,8 +51,8 @@ __all__ = [
     "xqa_batch_decode_with_kv_cache",
 ]
 _HOMES = {
-    "_device_data": ("check_device_data",),
-    "_switches": ("batch_invariant",),
+    "_checks.device_data": ("check_device_data",),
+    "_calls.switches": ("batch_invariant",),
     "decode": ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"),
     "mla": ("trtllm_batch_decode_with_kv_cache_mla",),
     "page": (

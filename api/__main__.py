@@ -86,9 +86,9 @@ def _jobs(text: str) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from hopwell import _demo
+    from hopwell._commands import demo
 
-    return _demo.run(options.device)
+    return demo.run(options.device)
 
 
 def _compile(options: argparse.Namespace) -> int:

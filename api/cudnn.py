@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._checks import INT32_MAX
-from hopwell._cudnn import CUDNN_OPERANDS, CudnnCall, cudnn_problem, scaled
-from hopwell._dynamo import opaque
-from hopwell._launch import ANY_BOUND, Calls, call_arguments
-from hopwell._repeat import Arguments
+from hopwell._calls.dynamo import opaque
+from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments
+from hopwell._calls.repeat import Arguments
+from hopwell._checks.arguments import INT32_MAX
+from hopwell._entries.cudnn import CUDNN_OPERANDS, CudnnCall, cudnn_problem, scaled
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._checks import FP8, INT32_MAX
-from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
-from hopwell._dynamo import opaque
-from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
-from hopwell._repeat import Arguments, Results
-from hopwell._xqa import (
+from hopwell._calls.dynamo import opaque
+from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, halves, single
+from hopwell._calls.repeat import Arguments, Results
+from hopwell._checks.arguments import FP8, INT32_MAX
+from hopwell._entries.decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
+from hopwell._entries.xqa import (
     TrtllmDecodeCall,
     XqaCall,
     dequantized_query,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._checks import FP8, INT32_MAX
-from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
-from hopwell._dynamo import opaque
-from hopwell._launch import ANY_BOUND, Calls, call_arguments, single
-from hopwell._mla import MlaCall, dequantized_query, list_lengths, mla_problem, mla_workspace_bytes
-from hopwell._repeat import Arguments
+from hopwell._calls.dynamo import opaque
+from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, single
+from hopwell._calls.repeat import Arguments
+from hopwell._checks.arguments import FP8, INT32_MAX
+from hopwell._entries.decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
+from hopwell._entries.mla import MlaCall, dequantized_query, list_lengths, mla_problem, mla_workspace_bytes
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hopwell import _checks as checks
-from hopwell import _device_data
-from hopwell._append import AppendArguments, AppendCalls
-from hopwell._dynamo import opaque
-from hopwell._launch import halves
+from hopwell._calls.dynamo import opaque
+from hopwell._calls.launch import halves
+from hopwell._checks import arguments as checks
+from hopwell._checks import device_data
+from hopwell._entries.append import AppendArguments, AppendCalls
 from hopwell.kernels.launch.device_data import INT32_MAX, INT32_MIN, Rule, ascending, signed
 
 __all__ = [
@@ -212,8 +212,8 @@ def get_batch_indices_positions(
     batch = lengths.shape[0]
     if batch < 1:
         raise ValueError("append_indptr must have batch + 1 elements of at least one request, got 1")
-    if _device_data.is_enabled():
-        _device_data.check(_new_token_rules(starts, lengths, nnz), starts.device)
+    if device_data.is_enabled():
+        device_data.check(_new_token_rules(starts, lengths, nnz), starts.device)
     token = torch.arange(nnz, device=starts.device)
     request = torch.searchsorted(starts, token, right=True) - 1
     owner = request.clamp(max=batch - 1)
@@ -242,8 +242,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     """
     starts, last = _starts_and("kv_indptr", kv_indptr, "kv_last_page_len", kv_last_page_len)
     size = checks.host_int("page_size", page_size, minimum=1)
-    if _device_data.is_enabled():
-        _device_data.check(_page_rules(starts, last, size), starts.device)
+    if device_data.is_enabled():
+        device_data.check(_page_rules(starts, last, size), starts.device)
     return _int32((starts[1:] - starts[:-1] - 1).clamp(min=0) * size + last)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hopwell._cache import has_dtype
-from hopwell._checks import INT32_MAX
-from hopwell._context import CONTEXT_OPERANDS, ContextCall, context_problem, dequantized_query
-from hopwell._dynamo import opaque
-from hopwell._fmha_v2 import FMHA_V2_OPERANDS, FmhaV2Call, fmha_v2_problem, leaves
-from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
-from hopwell._repeat import Arguments, Results, output_parts
+from hopwell._calls.dynamo import opaque
+from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, halves, single
+from hopwell._calls.repeat import Arguments, Results, output_parts
+from hopwell._checks.arguments import INT32_MAX
+from hopwell._checks.caches import has_dtype
+from hopwell._entries.context import CONTEXT_OPERANDS, ContextCall, context_problem, dequantized_query
+from hopwell._entries.fmha_v2 import FMHA_V2_OPERANDS, FmhaV2Call, fmha_v2_problem, leaves
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hopwell
-from hopwell._fmha_v2 import FmhaV2Call, fmha_v2_problem
+from hopwell._entries.fmha_v2 import FmhaV2Call, fmha_v2_problem
 from hopwell.kernels import execute, support
 from hopwell.kernels.registry import resolve
 from hopwell.perf.family import Call, Candidate

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import hopwell.prefill
-from hopwell import _launch, cudnn, decode, mla
+from hopwell import cudnn, decode, mla
+from hopwell._calls import launch
 from hopwell.kernels.launch.arguments import addresses_of
 from hopwell.kernels.launch.plan import operands
 from hopwell.kernels.problem import AttentionProblem
@@ -49,10 +50,10 @@ class RecordingPlan:
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
     """Return the recording plan, with nothing recorded and no call prepared."""
-    monkeypatch.setattr(_launch, "Plan", RecordingPlan)
+    monkeypatch.setattr(launch, "Plan", RecordingPlan)
     prefill = [(hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2")]
     for module, calls in (*prefill, (cudnn, "_CUDNN"), (decode, "_XQA"), (decode, "_TRTLLM"), (mla, "_MLA")):
-        monkeypatch.setattr(module, calls, _launch.Calls(getattr(module, calls).operand_map))
+        monkeypatch.setattr(module, calls, launch.Calls(getattr(module, calls).operand_map))
     RecordingPlan.problems.clear()
     RecordingPlan.addresses.clear()
     return RecordingPlan

@@ -9,7 +9,7 @@ import pytest
 from helpers.api_calls import FUNCTIONS, MLA, form
 
 import hopwell
-from hopwell import _switches
+from hopwell._calls import switches
 from hopwell.kernels import registry
 from hopwell.kernels.config.mla import shipped_mla_configs
 from hopwell.kernels.config.splitting import ROWS
@@ -52,7 +52,7 @@ def test_switching(recorded: Any) -> None:
 def test_environment(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = many_rows()
     monkeypatch.setenv("HOPWELL_BATCH_INVARIANT", "1")
-    _switches.forget_calls()
+    switches.forget_calls()
     FUNCTIONS[MLA](**arguments)
     assert "_invariant" in kernel(recorded)
     monkeypatch.setenv("HOPWELL_BATCH_INVARIANT", "yes")

@@ -23,7 +23,7 @@ from helpers.api_calls import (
 )
 
 import hopwell
-from hopwell import _cudnn
+from hopwell._entries import cudnn as cudnn_entry
 from hopwell.kernels.problem import (
     AttentionProblem,
     LseLayout,
@@ -109,11 +109,11 @@ def test_cudnn_ragged_lse(launched: Problems, given: torch.Tensor | None) -> Non
 
 def test_cudnn_host_lengths_are_copied_outside_graphs_only() -> None:
     device = torch.device("meta")  # stand-in for a GPU
-    copied = _cudnn._lengths("actual_seq_lens_q", ints(1, 2).view(2, 1), 2, device, graphs=False)
+    copied = cudnn_entry._lengths("actual_seq_lens_q", ints(1, 2).view(2, 1), 2, device, graphs=False)
     assert copied.device == device
     assert copied.shape == (2,)
     with pytest.raises(ValueError, match=r"actual_seq_lens_q.*is_cuda_graph_compatible"):
-        _cudnn._lengths("actual_seq_lens_q", ints(1, 2), 2, device, graphs=True)
+        cudnn_entry._lengths("actual_seq_lens_q", ints(1, 2), 2, device, graphs=True)
 
 
 def test_cudnn_accepts_any_backend_name(launched: Problems) -> None:

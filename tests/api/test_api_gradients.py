@@ -12,7 +12,8 @@ import torch
 from helpers.api_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, MLA, XQA, data, form, ints
 
 import hopwell
-from hopwell import _append, page
+from hopwell import page
+from hopwell._entries import append as append_entry
 from hopwell.kernels.jit import settings
 
 PAIR = (data(4, 16, 2, 64), data(4, 16, 2, 64))
@@ -62,8 +63,8 @@ def nothing_launched(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         def function(self, *_: Any) -> None:
             pass
 
-    monkeypatch.setattr(_append, "AppendPlan", AppendPlan)
-    monkeypatch.setattr(page, "_APPEND", _append.AppendCalls())
+    monkeypatch.setattr(append_entry, "AppendPlan", AppendPlan)
+    monkeypatch.setattr(page, "_APPEND", append_entry.AppendCalls())
     return recorded
 
 

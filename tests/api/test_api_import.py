@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hopwell._toolchain import PACKAGE, TESTED, check_toolchain
+from hopwell._checks.toolchain import PACKAGE, TESTED, check_toolchain
 
 
 def test_import_leaves_the_toolchain_alone_and_is_fast() -> None:

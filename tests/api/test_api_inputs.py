@@ -36,7 +36,7 @@ from helpers.api_calls import (
 )
 
 import hopwell
-from hopwell import _checks
+from hopwell._checks import arguments as checks
 
 QUERIES = {CONTEXT: "query", CUDNN: "q", XQA: "query", MLA: "query"}
 
@@ -138,7 +138,7 @@ PAGED = {CONTEXT: DEFAULT[CONTEXT], FMHA: "paged-HND", CUDNN: "paged", XQA: DEFA
 def test_room_for_tokens(entry: str, paged: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer requests than positions can count would be wrong."""
     room = len(TABLE[0]) * PAGE
-    monkeypatch.setattr(_checks, "MAX_KEYS", room - 1)
+    monkeypatch.setattr(checks, "MAX_KEYS", room - 1)
     refused(entry, ValueError, f"^block_tables may have room for {room - 1} tokens .* which are {room}$", paged)
-    monkeypatch.setattr(_checks, "MAX_KEYS", room)
+    monkeypatch.setattr(checks, "MAX_KEYS", room)
     FUNCTIONS[entry](**form(entry, paged))

@@ -36,7 +36,7 @@ from helpers.api_calls import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hopwell
-from hopwell import _checks
+from hopwell._checks import arguments as checks
 from hopwell.kernels.capability import features
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -273,10 +273,10 @@ def test_tensor_scales_stay_on_the_device(launched: Problems) -> None:
 
 def test_scales_on_the_host_are_read() -> None:
     device = torch.device("meta")  # stands for a GPU
-    assert _checks.scale("bmm1_scale", torch.tensor([0.5]), device, minimum=0.0) == 0.5
+    assert checks.scale("bmm1_scale", torch.tensor([0.5]), device, minimum=0.0) == 0.5
     for value, text in ((-1.0, "at least 0.0"), (math.nan, "finite"), (math.inf, "finite")):
         with pytest.raises(ValueError, match=f"bmm1_scale must be {text}"):
-            _checks.scale("bmm1_scale", torch.tensor(value), device, minimum=0.0)
+            checks.scale("bmm1_scale", torch.tensor(value), device, minimum=0.0)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 0.25, np.float32(0.25), np.float64(0.25), 3])

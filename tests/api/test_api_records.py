@@ -9,22 +9,27 @@ from typing import Any
 import pytest
 from helpers import api_calls
 
-from hopwell import _context, _cudnn, _fmha_v2, _mla, _xqa, cudnn, decode, mla, prefill
-from hopwell._launch import call_arguments
-from hopwell._repeat import OperandMap
+from hopwell import cudnn, decode, mla, prefill
+from hopwell._calls.launch import call_arguments
+from hopwell._calls.repeat import OperandMap
+from hopwell._entries import context as context_entry
+from hopwell._entries import cudnn as cudnn_entry
+from hopwell._entries import fmha_v2 as fmha_v2_entry
+from hopwell._entries import mla as mla_entry
+from hopwell._entries import xqa as xqa_entry
 from hopwell.kernels.launch.arguments import OPERANDS
 
 RECORDS: list[tuple[Callable[..., Any], type, set[str], set[str]]] = [  # what parameters, and what fields, are besides
-    (prefill.trtllm_batch_context_with_kv_cache, _context.ContextCall, set(), {"query_dtype"}),
-    (prefill.trtllm_fmha_v2_prefill, _fmha_v2.FmhaV2Call, set(), set()),
+    (prefill.trtllm_batch_context_with_kv_cache, context_entry.ContextCall, set(), {"query_dtype"}),
+    (prefill.trtllm_fmha_v2_prefill, fmha_v2_entry.FmhaV2Call, set(), set()),
     (
         cudnn.cudnn_batch_prefill_with_kv_cache,
-        _cudnn.CudnnCall,
+        cudnn_entry.CudnnCall,
         set(),
         {"output_scale"},
     ),
-    (decode.trtllm_batch_decode_with_kv_cache, _xqa.TrtllmDecodeCall, set(), {"query_dtype"}),
-    (mla.trtllm_batch_decode_with_kv_cache_mla, _mla.MlaCall, set(), {"query_dtype"}),
+    (decode.trtllm_batch_decode_with_kv_cache, xqa_entry.TrtllmDecodeCall, set(), {"query_dtype"}),
+    (mla.trtllm_batch_decode_with_kv_cache_mla, mla_entry.MlaCall, set(), {"query_dtype"}),
 ]
 
 
@@ -40,13 +45,13 @@ def test_a_record_has_a_field_for_each_parameter(
 
 
 def test_what_decode_adds_to_xqa_has_defaults() -> None:
-    others = set(_xqa.XqaCall._fields) - set(inspect.signature(decode.xqa_batch_decode_with_kv_cache).parameters)
-    assert others == set(_xqa.XqaCall._field_defaults)
+    others = set(xqa_entry.XqaCall._fields) - set(inspect.signature(decode.xqa_batch_decode_with_kv_cache).parameters)
+    assert others == set(xqa_entry.XqaCall._field_defaults)
 
 
 def test_a_record_lacks_nothing() -> None:
     with pytest.raises(TypeError, match="qkv"):
-        call_arguments(_fmha_v2.FmhaV2Call, {"query": None})
+        call_arguments(fmha_v2_entry.FmhaV2Call, {"query": None})
 
 
 PLACES = (prefill._CONTEXT, prefill._FMHA_V2, cudnn._CUDNN, decode._XQA, decode._TRTLLM, mla._MLA)

@@ -10,7 +10,7 @@ import torch
 from helpers.api_calls import FORMS, Form, batched
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hopwell import _repeat
+from hopwell._calls import repeat
 
 
 class Logged(torch.Tensor):
@@ -62,7 +62,7 @@ def test_a_tensor_of_another_kind_is_refused(
     case: Form, kind: str, guards: str, recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if guards == "other":
-        monkeypatch.setattr(_repeat, "_torch_guard", lambda *tensors: torch.no_such_guard)
+        monkeypatch.setattr(repeat, "_torch_guard", lambda *tensors: torch.no_such_guard)
     arguments = case.build()
     arguments["sinks"] = torch.zeros(arguments.get("query", torch.zeros(1, 4, 1)).shape[-2])
     if "cudnn" in str(case) or case.name == "ranks":  # they take none

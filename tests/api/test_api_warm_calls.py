@@ -14,7 +14,7 @@ from helpers import api_calls
 from helpers.api_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, IN_PLACE, MLA, XQA, Form, form
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hopwell import _launch, _repeat
+from hopwell._calls import launch, repeat
 
 # The log-sum-exp of cuDNN's entry is allocated anew in each call: test_warm_cudnn_lse looks at that.
 RUNNING = [case for case in IN_PLACE if not case.function.__name__.startswith(CUDNN)]
@@ -210,10 +210,10 @@ def test_sinks_as_a_list_are_the_tensor_in_it(entry: str, recorded: Any) -> None
 
 
 def test_latest_calls_are_recognised_without_a_key(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [{**form(CONTEXT, "stacked-HND"), "window_left": left} for left in range(_launch.RECENT)]
+    kinds = [{**form(CONTEXT, "stacked-HND"), "window_left": left} for left in range(launch.RECENT)]
     for arguments in kinds * 2:
         FUNCTIONS[CONTEXT](**arguments)
-    monkeypatch.setattr(_launch, "_key", None)
+    monkeypatch.setattr(launch, "_key", None)
     for arguments in kinds:
         FUNCTIONS[CONTEXT](**copy.deepcopy(arguments))
     assert len(recorded.problems) == len(kinds)
@@ -221,10 +221,10 @@ def test_latest_calls_are_recognised_without_a_key(recorded: Any, monkeypatch: p
 
 def test_more_kinds_of_calls_than_are_recognised(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later calls are found by their keys, and the recognisers are not made again."""
-    kinds = [{**form(CONTEXT, "stacked-HND"), "window_left": left} for left in range(_launch.RECENT + 2)]
+    kinds = [{**form(CONTEXT, "stacked-HND"), "window_left": left} for left in range(launch.RECENT + 2)]
     for arguments in kinds * 2:
         FUNCTIONS[CONTEXT](**arguments)
-    monkeypatch.setattr(_repeat, "_guard", None)
+    monkeypatch.setattr(repeat, "_guard", None)
     for arguments in kinds * 2:
         FUNCTIONS[CONTEXT](**arguments)
     assert len(recorded.problems) == len(kinds)
@@ -238,7 +238,7 @@ def test_other_metadata_is_another_call(
 ) -> None:
     """A call with other metadata never goes to the kernel of the call before."""
     if guards == "other":
-        monkeypatch.setattr(_repeat, "_torch_guard", lambda *tensors: torch.no_such_guard)
+        monkeypatch.setattr(repeat, "_torch_guard", lambda *tensors: torch.no_such_guard)
     arguments = case.build()
     changes = {
         "shape": lambda t: torch.cat([t, t[-1:]]),
@@ -269,7 +269,7 @@ def test_tensors_that_need_a_gradient_are_recognised_too(recorded: Any, monkeypa
         FUNCTIONS[CONTEXT](**other)
     for each in (arguments, other):
         FUNCTIONS[CONTEXT](**each)
-    monkeypatch.setattr(_launch, "_key", None)
+    monkeypatch.setattr(launch, "_key", None)
     for each in (arguments, other):
         FUNCTIONS[CONTEXT](**each)
     assert len(recorded.problems) == 2
@@ -285,7 +285,7 @@ def test_a_tensor_given_twice_is_two_operands(recorded: Any, monkeypatch: pytest
     for _ in range(3):
         FUNCTIONS[CONTEXT](**arguments)
     with monkeypatch.context() as patches:
-        patches.setattr(_launch, "_key", None)
+        patches.setattr(launch, "_key", None)
         FUNCTIONS[CONTEXT](**copy.deepcopy(arguments))
     arguments["seq_lens"] = lengths.clone()
     arguments["bmm2_scale"] = torch.tensor(2.0)
@@ -395,8 +395,8 @@ def test_a_pool_with_v_elsewhere_is_another_call(recorded: Any) -> None:
 
 def test_the_document_prints_the_function_of_a_repeated_call(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = []
-    compiled = _repeat._compiled
-    monkeypatch.setattr(_repeat, "_compiled", lambda source: sources.append(source) or compiled(source))
+    compiled = repeat._compiled
+    monkeypatch.setattr(repeat, "_compiled", lambda source: sources.append(source) or compiled(source))
     arguments = form(XQA, "stacked-NHD")
     arguments["out"] = torch.empty_like(arguments["query"])
     for _ in range(2):

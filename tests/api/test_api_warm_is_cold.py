@@ -16,8 +16,10 @@ from helpers.api_calls import FORMS, HEADS, KV_HEADS, PAGE, PAGES, data, ints
 from helpers.mutations import Index, mutations
 
 import hopwell
-from hopwell import _append, _gradients, _launch, cudnn, decode, mla, page, prefill
-from hopwell._repeat import metadata
+from hopwell import cudnn, decode, mla, page, prefill
+from hopwell._calls import gradients, launch
+from hopwell._calls.repeat import metadata
+from hopwell._entries import append as append_entry
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # some kinds of tensors are prototypes
 CALLS = {
@@ -57,8 +59,8 @@ class Launches:
                 out = problem.out
                 if out is None:
                     out = problem.query.new_empty((*problem.query.shape[:-1], problem.v_dim))
-                addresses = _launch.addresses_of(_launch.operands(problem, out))
-                self.function(self.anchor, (*addresses, 0), *self.constants(*_launch.host_scales(problem)))
+                addresses = launch.addresses_of(launch.operands(problem, out))
+                self.function(self.anchor, (*addresses, 0), *self.constants(*launch.host_scales(problem)))
                 return out
 
             def constants(self, *scales: float) -> tuple[Any, ...]:
@@ -87,8 +89,8 @@ class Launches:
 @pytest.fixture
 def launches(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> Launches:
     noted = Launches(recorded)
-    monkeypatch.setattr(_launch, "Plan", noted.attention)
-    monkeypatch.setattr(_append, "AppendPlan", noted.append)
+    monkeypatch.setattr(launch, "Plan", noted.attention)
+    monkeypatch.setattr(append_entry, "AppendPlan", noted.append)
     return noted
 
 
@@ -109,7 +111,7 @@ def forget(function: Callable[..., Any]) -> Any:
     """Replace an entry's calls by calls without memory; return the new calls."""
     module, name = CALLS[function.__name__]
     known = getattr(module, name)
-    new = _append.AppendCalls() if module is page else _launch.Calls(known.operand_map)
+    new = append_entry.AppendCalls() if module is page else launch.Calls(known.operand_map)
     setattr(module, name, new)
     return known
 
@@ -276,7 +278,7 @@ def test_a_repeated_call_does_what_a_first_call_does(name: str, launches: Launch
             function(**arguments)
     differing, seen = [], 0
     for change, mutated in mutations(arguments):
-        remembered(function)._gradients = _gradients.Notice()  # each change is the first to ask for a gradient
+        remembered(function)._gradients = gradients.Notice()  # each change is the first to ask for a gradient
         function(**arguments)
         second, third = (outcome(function, mutated, launches) for _ in range(2))
         known = forget(function)

@@ -13,7 +13,7 @@ from helpers.append_cases import BF16, FP8, FP16, NVFP4, Case, Data
 
 import hopwell
 from hopwell import emulator, page
-from hopwell._append import AppendCalls
+from hopwell._entries.append import AppendCalls
 from hopwell.kernels import support
 from hopwell.kernels.append.config import CacheType, shipped_append_configs
 from hopwell.kernels.append.plan import AppendPlan

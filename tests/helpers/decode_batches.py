@@ -11,7 +11,7 @@ import torch
 from helpers import reference
 from helpers.batches import Batch, Expected, starts
 from hopwell import layouts
-from hopwell._decoding import workspace_bytes
+from hopwell._entries.decoding import workspace_bytes
 from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, Mask, MaskKind, PageTable, TokenOffsets
 
 DRAFT = Mask(MaskKind.DRAFT)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.kernel_problems import cache, contiguous, empty, paged
 
-from hopwell._features import require_problem
+from hopwell._checks.features import require_problem
 from hopwell.kernels.config.base import (
     KvFetch,
 )

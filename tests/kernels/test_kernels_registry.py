@@ -10,7 +10,7 @@ import torch
 from helpers.decode_batches import DecodeBatch
 from helpers.kernel_problems import cache, empty, paged
 
-from hopwell._decoding import workspace_bytes
+from hopwell._entries.decoding import workspace_bytes
 from hopwell.kernels import registry, support
 from hopwell.kernels.capability import features
 from hopwell.kernels.launch import plan

@@ -9,10 +9,10 @@ import pytest
 def batch_invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Split requests by their own lengths alone."""
     import hopwell
-    from hopwell import _switches
+    from hopwell._calls import switches
     from hopwell.kernels.jit import settings
 
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", None)
     hopwell.batch_invariant(True)
     yield
-    _switches.forget_calls()
+    switches.forget_calls()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hopwell._toolchain import PACKAGE, TESTED
+from hopwell._checks.toolchain import PACKAGE, TESTED
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from helpers.entry_calls import context_arguments, cudnn_arguments, elements, fm
 from torch.utils._pytree import tree_leaves
 
 import hopwell
-from hopwell._launch import RECENT
+from hopwell._calls.launch import RECENT
 from hopwell.kernels import Plan, execute
 
 pytestmark = pytest.mark.gpu

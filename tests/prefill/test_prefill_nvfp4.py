@@ -21,7 +21,7 @@ from helpers.low_precision import (
 from helpers.prefill_cases import NVFP4_CASES, NVFP4_EMULATED
 
 from hopwell import FP4Tensor, layouts
-from hopwell._context import dequantized_query
+from hopwell._entries.context import dequantized_query
 from hopwell.kernels.capability import samples as probes
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.problem import Mask

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 import hopwell
-from hopwell import _demo, emulator
+from hopwell import emulator
 from hopwell.__main__ import main
+from hopwell._commands import demo
 from hopwell.kernels import support
 from hopwell.kernels.capability.features import ENTRIES as TABLES
 from hopwell.kernels.capability.features import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DEMO = (_demo.Prefill, _demo.Decode, _demo.MlaDecode)
+DEMO = (demo.Prefill, demo.Decode, demo.MlaDecode)
 ENTRIES = [batch.ENTRY for batch in DEMO]
 
 
@@ -74,12 +75,12 @@ def test_demo_on_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize("wrong", DEMO)
 def test_demo_says_what_is_wrong(
-    wrong: type[_demo.Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    wrong: type[demo.Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wrong batch here has last tokens that are not attended to."""
     attend = wrong.attend
 
-    def attend_to_fewer(batch: _demo.Batch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def attend_to_fewer(batch: demo.Batch, out: torch.Tensor | None = None) -> torch.Tensor:
         batch.seq_lens -= 1
         return attend(batch, out)
 
@@ -97,11 +98,11 @@ def test_demo_says_what_has_no_kernel(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_demo_rates() -> None:
     """A call takes a nanosecond here."""
-    prefill = _demo.Prefill("cpu", [37, 300], 4, 2, q_lens=[5, 130])  # its tokens see 33 to 37 and 171 to 300 keys
+    prefill = demo.Prefill("cpu", [37, 300], 4, 2, q_lens=[5, 130])  # its tokens see 33 to 37 and 171 to 300 keys
     visible = sum(range(33, 38)) + sum(range(171, 301))
     assert prefill.rate(1e-6) == f"{2 * 4 * (128 + 128) * visible / 1e3:.0f} TFLOP/s"
-    assert _demo.Decode("cpu", [38, 301], 4, 2).rate(1e-6) == f"{339 * 2 * (128 + 128) * 2} GB/s of keys and values"
-    assert _demo.MlaDecode("cpu", [38, 301], 16).rate(1e-6) == f"{2 * 16 * (576 + 512) * 339 / 1e3:.0f} TFLOP/s"
+    assert demo.Decode("cpu", [38, 301], 4, 2).rate(1e-6) == f"{339 * 2 * (128 + 128) * 2} GB/s of keys and values"
+    assert demo.MlaDecode("cpu", [38, 301], 16).rate(1e-6) == f"{2 * 16 * (576 + 512) * 339 / 1e3:.0f} TFLOP/s"
 
 
 @pytest.mark.parametrize(("arch", "status"), [("sm_90a", 1), ("sm_100a", 1), ("sm_120a", 1), (None, 2)])
@@ -114,9 +115,9 @@ def test_demo_is_emulated_without_kernels_for_the_gpu(
         return arch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_demo.support, "arch_of", arch_of)
-    monkeypatch.setattr(_demo, "_on_gpu", lambda: 1)
-    monkeypatch.setattr(_demo, "_on_emulator", lambda: 2)
+    monkeypatch.setattr(demo.support, "arch_of", arch_of)
+    monkeypatch.setattr(demo, "_on_gpu", lambda: 1)
+    monkeypatch.setattr(demo, "_on_emulator", lambda: 2)
     assert main(["demo"]) == status
 
 

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell import _cache
-from hopwell import _checks as checks
-from hopwell._decoding import (
+from hopwell._calls.launch import call_arguments
+from hopwell._checks import arguments as checks
+from hopwell._checks import caches
+from hopwell._checks.features import named, require_problem
+from hopwell._entries.decoding import (
     check_counter_buffer,
     dcp_rank,
     dense_tokens,
@@ -20,8 +22,6 @@ from hopwell._decoding import (
     workspace,
     workspace_bytes,
 )
-from hopwell._features import named, require_problem
-from hopwell._launch import call_arguments
 from hopwell.kernels import support
 from hopwell.kernels.config.splitting import most_new_tokens
 from hopwell.kernels.problem import (
@@ -143,7 +143,7 @@ def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on
         raise ValueError(f"mask must be contiguous, got strides {mask.stride()}")
 
 
-def _output(call: XqaCall, cache: _cache.PagedCache, batch: int, q_len: int) -> torch.Tensor | None:
+def _output(call: XqaCall, cache: caches.PagedCache, batch: int, q_len: int) -> torch.Tensor | None:
     """Return ``out`` if given, or a new tensor if the launch would allocate one of the wrong dtype."""
     query, out = call.query, call.out
     query_dtype, kv_dtype = call.query_dtype or query.dtype, cache.key.dtype
@@ -208,14 +208,14 @@ def _check_query(query: Any) -> None:
     checks.tma_readable("query", query)
 
 
-def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
+def _kv(call: XqaCall) -> tuple[caches.PagedCache, BlockScales | None]:
     """Return K and V, and their block scales."""
     head_dim = call.query.shape[2]
     kv_dtypes = (call.query.dtype, checks.FP8, torch.int8, torch.uint8)
-    cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=call.shared_pages)
+    cache = caches.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=call.shared_pages)
     if cache.v_dim != head_dim:
         raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
-    return cache, _cache.block_scales("kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout)
+    return cache, caches.block_scales("kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout)
 
 
 def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
@@ -233,7 +233,7 @@ def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
 
 
 def _scratch(
-    call: XqaCall, cache: _cache.PagedCache, scales: BlockScales | None, log: LogSumExp | None, needed: int
+    call: XqaCall, cache: caches.PagedCache, scales: BlockScales | None, log: LogSumExp | None, needed: int
 ) -> torch.Tensor:
     """Return the workspace, and check that it, the results and the inputs do not overlap."""
     inputs = (
@@ -349,8 +349,8 @@ def dequantized_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: A
     and float16 over an NVFP4 cache, whose kernels convert bfloat16 to float16. Queries over other caches are returned
     unchanged.
     """
-    is_nvfp4 = _cache.has_dtype(kv_cache, torch.uint8)
-    if not is_nvfp4 and not _cache.has_dtype(kv_cache, checks.FP8):
+    is_nvfp4 = caches.has_dtype(kv_cache, torch.uint8)
+    if not is_nvfp4 and not caches.has_dtype(kv_cache, checks.FP8):
         return query
     checks.main_tensor("query", query)  # before the copy, which would hide faults of the original
     dtype = getattr(out, "dtype", None) if out_dtype is None else out_dtype
@@ -366,7 +366,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
     checks.main_tensor("query", query)
     checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
     if query.dtype == checks.FP8:  # dequantized_query leaves queries over other caches unchanged
-        _cache.check_dtype(_cache.pair_or_tensor("kv_cache", call.kv_cache), checks.FP8, (checks.FP8, torch.uint8))
+        caches.check_dtype(caches.pair_or_tensor("kv_cache", call.kv_cache), checks.FP8, (checks.FP8, torch.uint8))
     _refuse_unserved(call)
     checks.choice("backend", call.backend, BACKENDS)
     if call.backend == "trtllm-gen" and call.kv_cache_sf is not None:

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell import _checks as checks
-from hopwell._cache import check_dtype
-from hopwell._decoding import (
+from hopwell._checks import arguments as checks
+from hopwell._checks.caches import check_dtype
+from hopwell._checks.features import named, require_problem
+from hopwell._entries.decoding import (
     NATURAL_BASE,
     check_counter_buffer,
     dcp_rank,
@@ -21,7 +22,6 @@ from hopwell._decoding import (
     workspace,
     workspace_bytes,
 )
-from hopwell._features import named, require_problem
 from hopwell.kernels import registry, support
 from hopwell.kernels.config.splitting import most_new_tokens
 from hopwell.kernels.problem import (

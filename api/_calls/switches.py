@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hopwell import _checks as checks
+from hopwell._checks import arguments as checks
 from hopwell.kernels.jit import settings
 
 _forgetful: list[Callable[[], None]] = []  # functions that clear remembered calls

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hopwell import _checks as checks
-from hopwell._repeat import OperandMap
+from hopwell._calls.repeat import OperandMap
+from hopwell._checks import arguments as checks
 from hopwell.kernels import registry, support
 from hopwell.kernels.launch.geometry import multiprocessors
 from hopwell.kernels.launch.scratch import own_scratch

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell import _checks as checks
-from hopwell import _device_data
-from hopwell._features import require_problem
-from hopwell._repeat import OperandMap
+from hopwell._calls.repeat import OperandMap
+from hopwell._checks import arguments as checks
+from hopwell._checks import device_data
+from hopwell._checks.features import require_problem
 from hopwell.kernels import support
 from hopwell.kernels.launch.device_data import scale_rule
 from hopwell.kernels.problem import (
@@ -286,9 +286,9 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
         if q.dtype != checks.FP8:
             raise ValueError(f"{name} must be None for q of {q.dtype}: it scales {checks.FP8} inputs")
         given[name] = checks.scale(name, factor, on)
-    if _device_data.is_enabled():  # the product would not show which factor is wrong
+    if device_data.is_enabled():  # the product would not show which factor is wrong
         tensors = ((name, factor) for name, factor in given.items() if isinstance(factor, torch.Tensor))
-        _device_data.check((scale_rule(name, factor) for name, factor in tensors), on)
+        device_data.check((scale_rule(name, factor) for name, factor in tensors), on)
     product = checks.host_float("scale", scale, minimum=0.0)
     for name in ("q_scale", "k_scale"):
         product = product if given[name] is None else given[name] * product

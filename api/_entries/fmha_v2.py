@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell import _checks as checks
-from hopwell._features import named, require_problem
-from hopwell._launch import halves
-from hopwell._repeat import OperandMap
+from hopwell._calls.launch import halves
+from hopwell._calls.repeat import OperandMap
+from hopwell._checks import arguments as checks
+from hopwell._checks.features import named, require_problem
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs

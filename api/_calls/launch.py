@@ -6,7 +6,7 @@ errors, run for three kinds of calls: the first call with a key, a call too malf
 addresses or storage sizes are not known to be good.
 
 Building and hashing a key takes longer than launching the kernel, and the layers of a model make the same few calls
-repeatedly. The latest calls are therefore recognised without a key, see :mod:`hopwell._repeat`.
+repeatedly. The latest calls are therefore recognised without a key, see :mod:`hopwell._calls.repeat`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from hopwell import _device_data, _gradients, _switches
-from hopwell._repeat import (
+from hopwell._calls import gradients, switches
+from hopwell._calls.repeat import (
     Arguments,
     CheckedCall,
     Launch,
@@ -29,6 +29,7 @@ from hopwell._repeat import (
     metadata,
     output_parts,
 )
+from hopwell._checks import device_data
 from hopwell.kernels import Plan
 from hopwell.kernels.launch.arguments import OPERANDS, addresses_of
 from hopwell.kernels.launch.device_data import rules_of
@@ -96,11 +97,11 @@ class Calls:
 
     def __init__(self, operand_map: OperandMap) -> None:
         self.operand_map = operand_map
-        self._gradients = _gradients.Notice()
+        self._gradients = gradients.Notice()
         self._checked: dict[Hashable, Repeat] = {}
         self._recent: tuple[Launch, ...] = ()
         self.latest: Launch = _nothing
-        _switches.on_switch(self._forget)
+        switches.on_switch(self._forget)
 
     def _forget(self) -> None:
         self._checked, self._recent, self.latest = {}, (), _nothing
@@ -145,10 +146,10 @@ class Calls:
         problem's rows in dimensions of sizes ``rows``. ``renamed`` maps names of ``operand_map`` to the caller's names.
         """
         self.notice_gradients(call._asdict().items())
-        looks = _device_data.is_enabled()
+        looks = device_data.is_enabled()
         name = functools.partial(self.operand_map.name, arguments=arguments, renamed=renamed or {})
         if looks:
-            _device_data.check(rules_of(problem), problem.query.device, name)
+            device_data.check(rules_of(problem), problem.query.device, name)
         plan = Plan(problem)
         result = plan.execute(problem, name)
         if out is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hopwell import _checks as checks
+from hopwell._checks import arguments as checks
 from hopwell.kernels.problem import BlockScales
 from hopwell.layouts import KVLayout, KVViews, block_scale_views, paged_kv_views
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from hopwell import _checks as checks
-from hopwell._switches import forget_calls
+from hopwell._calls.switches import forget_calls
+from hopwell._checks import arguments as checks
 from hopwell.kernels.jit import settings
 from hopwell.kernels.launch.device_data import Rule, first_fault
 from hopwell.kernels.launch.tickets import is_capturing

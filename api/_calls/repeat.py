@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell._checks import is_plain
+from hopwell._checks.arguments import is_plain
 from hopwell.kernels.launch.scratch import own_scratch
 from hopwell.utils import FP4Tensor
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell import _cache
-from hopwell import _checks as checks
-from hopwell._features import named, require_problem
-from hopwell._repeat import OperandMap
+from hopwell._calls.repeat import OperandMap
+from hopwell._checks import arguments as checks
+from hopwell._checks import caches
+from hopwell._checks.features import named, require_problem
 from hopwell.kernels import registry, support
 from hopwell.kernels.capability import features
 from hopwell.kernels.problem import AttentionProblem, BlockScales, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
@@ -71,11 +71,11 @@ class _Output:
     scales: OutputScales | None = None
 
 
-def _check_nvfp4(cache: _cache.PagedCache, heads: int, kv_layout: str) -> None:
+def _check_nvfp4(cache: caches.PagedCache, heads: int, kv_layout: str) -> None:
     for what, size, multiple, hint in (
         ("a K head_dim", cache.qk_dim, 64, ""),
         ("a V head_dim", cache.v_dim, 64, ""),
-        ("a page size", cache.page_size, 4, checks.layout_hint(heads, cache.key, _cache.other_layout(kv_layout), 4)),
+        ("a page size", cache.page_size, 4, checks.layout_hint(heads, cache.key, caches.other_layout(kv_layout), 4)),
     ):
         if size % multiple:
             raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}{hint}")
@@ -184,14 +184,14 @@ def _mask(causal: Any, window_left: Any) -> Mask:
     return Mask(MaskKind.SLIDING_WINDOW, window_left) if window_left >= 0 else Mask(MaskKind.CAUSAL)
 
 
-def _kv(call: ContextCall, shared: bool) -> tuple[_cache.PagedCache, BlockScales | None, Inputs]:
+def _kv(call: ContextCall, shared: bool) -> tuple[caches.PagedCache, BlockScales | None, Inputs]:
     """Return K and V, their block scales, and the scales under the caller's name for them."""
     kv_dtypes = (call.query.dtype, checks.FP8, torch.uint8)
-    cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
+    cache = caches.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
     if cache.is_nvfp4:
         _check_nvfp4(cache, call.query.shape[1], call.kv_layout)
     name, given = _block_scales(call.kv_block_scales, call.kv_cache_sf)
-    scales = _cache.block_scales(name, given, cache, call.kv_layout)
+    scales = caches.block_scales(name, given, cache, call.kv_layout)
     return cache, scales, () if scales is None else ((name, scales.key), (name, scales.value))
 
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell import _checks as checks
-from hopwell import _device_data
-from hopwell._cache import KV_LAYOUTS, SCALE_TYPES, pair_or_tensor
-from hopwell._features import require_problem
-from hopwell._launch import Calls
-from hopwell._repeat import CheckedCall, OperandMap
+from hopwell._calls.launch import Calls
+from hopwell._calls.repeat import CheckedCall, OperandMap
+from hopwell._checks import arguments as checks
+from hopwell._checks import device_data
+from hopwell._checks.caches import KV_LAYOUTS, SCALE_TYPES, pair_or_tensor
+from hopwell._checks.features import require_problem
 from hopwell.kernels import support
 from hopwell.kernels.append import device_data as append_data
 from hopwell.kernels.append.config import SMALLEST_SCALE, AppendAddresses, AppendProblem, CacheType
@@ -99,9 +99,9 @@ class AppendCalls:
         problem = append_problem(arguments)
         name = functools.partial(self._calls.operand_map.name, arguments=arguments, renamed=ARGUMENTS)
         self._calls.notice_gradients((ARGUMENTS.get(field, field), a) for field, a in arguments._asdict().items())
-        on, looks = problem.key.device, _device_data.is_enabled()
+        on, looks = problem.key.device, device_data.is_enabled()
         if looks:
-            _device_data.check(append_data.rules_of(problem), on, name)
+            device_data.check(append_data.rules_of(problem), on, name)
         plan, views = AppendPlan(problem), operands(problem)
         plan.launch(views, name)
         if not (plan.has_work and plan.repeatable) or looks:
