@@ -28,10 +28,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Compiling a kernel rewrites functions of its parts in place; they no longer run as Python afterwards. Workers of
     # pytest-xdist take tests in this order too.
     items.sort(key=lambda item: item.get_closest_marker("traced") is None)
-    if "slow_emulator" not in config.option.markexpr:  # tests that compile for hours run only on request
-        slow = [item for item in items if item.get_closest_marker("slow_emulator")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
+    for marker in ("slow_emulator", "clients"):  # these tests run only on request
+        if marker not in config.option.markexpr:
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
     only_core, only_functions = (config.getoption(option) for option in ("--core", "--functions"))
     if only_core and only_functions:
         raise pytest.UsageError("--core and --functions leave no test: give one of them, or neither for all")
