@@ -5,7 +5,6 @@ A CTA processes one token, of K or of V. All of its threads look up the same pag
 16 bytes at a time. K and V of a token have separate CTAs, so that all threads have work with few heads.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -16,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from hopwell.kernels.append.config import AppendAddresses, AppendConfig, AppendGeometry, CacheType
 from hopwell.kernels.elements import HALFWORD_BYTES, INTERLEAVED_TOKENS
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import DeviceStruct, load_scale, load_wide_index
+from hopwell.kernels.parts.core.device import device_struct, load_scale, load_wide_index
 from hopwell.kernels.parts.core.kernel import example_arguments
 from hopwell.kernels.parts.dequant import quantize
 
@@ -24,8 +23,8 @@ THREADS = 128
 UNPACK = {"bf16": copy.unpack_bf16_x2, "fp16": copy.unpack_f16_x2}
 
 
-@dataclass(frozen=True)
-class Destination(DeviceStruct):
+@device_struct(frozen=True)
+class Destination:
     """K or V: the new rows, and their destination in the cache. Strides are in elements."""
 
     rows: Int64

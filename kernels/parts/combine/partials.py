@@ -13,8 +13,6 @@ There is no circular wait. A partial waits only for partials earlier in the list
 ring holds more than the partials of one request.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -23,8 +21,8 @@ from hopwell.kernels.config.splitting import ALIGNMENT, FAN_IN, SLOT_COUNTERS, S
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import (
-    DeviceStruct,
     barrier_all,
+    device_struct,
     global_array,
     global_pointer,
     load_relaxed,
@@ -39,8 +37,8 @@ COLUMNS_AT_ONCE = 4  # float32 values in 16 bytes
 PARTS_AT_ONCE = 8  # partials with loads in flight
 
 
-@dataclass(frozen=True)
-class Slots(DeviceStruct):
+@device_struct(frozen=True)
+class Slots:
     """The memory of the partials."""
 
     scratch: Int64  # bytes
@@ -124,8 +122,8 @@ class Slots(DeviceStruct):
             copy.store_global(self.statistics(row, level), (total.reference, total.sum))
 
 
-@dataclass(frozen=True)
-class WeightedSum(DeviceStruct):
+@device_struct(frozen=True)
+class WeightedSum:
     """Four columns of a row, relative to its reference, and its sum of exponentials."""
 
     values: tuple
@@ -149,8 +147,8 @@ class WeightedSum(DeviceStruct):
         return WeightedSum(tuple(values), reference, total)
 
 
-@dataclass(frozen=True)
-class Combine(DeviceStruct):
+@device_struct(frozen=True)
+class Combine:
     """The threads that manage and combine a CTA's partials."""
 
     slots: Slots

@@ -38,7 +38,7 @@ from hopwell.kernels.parts.combine.partials import EPOCH, GROUPS_THERE, PARTIAL,
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import CORE_MATRIX_ROWS
 from hopwell.kernels.parts.core.device import (
-    DeviceStruct,
+    device_struct,
     fma,
     global_array,
     global_pointer,
@@ -57,8 +57,8 @@ SCALES = 2  # index of the inverse scales of a row's two halves in its statistic
 WARPS_TICKET, SHARES_TICKET = 4, 8  # bytes from the first ticket
 
 
-@dataclass(frozen=True)
-class RowPartials(DeviceStruct):
+@device_struct(frozen=True)
+class RowPartials:
     """The partials of some rows, one per chunk."""
 
     first: Int32
@@ -66,8 +66,8 @@ class RowPartials(DeviceStruct):
     chunks: Int32
 
 
-@dataclass(frozen=True)
-class Partials(DeviceStruct):
+@device_struct(frozen=True)
+class Partials:
     """The partials of all CTAs, with the store of a partial and the combine of a row share. Called by whole warps."""
 
     slots: Slots

@@ -18,7 +18,6 @@ nodes of many columns.
 A warpgroup holds a node in registers, each thread the same elements of every node, and stores it in register order.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -30,8 +29,8 @@ from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import (
-    DeviceStruct,
     bit_length,
+    device_struct,
     fma,
     global_array,
     global_pointer,
@@ -48,8 +47,8 @@ FEW_VECTORS = 4
 PASS_VECTORS = 8  # maximum of output vectors per thread; nodes of many columns are combined in passes over columns
 
 
-@dataclass(frozen=True)
-class Node(DeviceStruct):
+@device_struct(frozen=True)
+class Node:
     """A thread's part of a node, in registers.
 
     The order is the order of :class:`ColumnFragment`: each four elements alternate between two rows, and the next four
@@ -131,8 +130,8 @@ def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -
     return output + statistics
 
 
-@dataclass(frozen=True)
-class LeftNodes(DeviceStruct):
+@device_struct(frozen=True)
+class LeftNodes:
     """The nodes that a CTA has left in memory for a segment. Lane i of each warp holds the i-th node."""
 
     count: Int32
@@ -149,8 +148,8 @@ class LeftNodes(DeviceStruct):
         return LeftNodes(self.count + 1, level if mine else self.level, leaf if mine else self.leaf)
 
 
-@dataclass(frozen=True)
-class FanInGroup(DeviceStruct):
+@device_struct(frozen=True)
+class FanInGroup:
     """Neighbouring nodes in memory that are combined together: 2^bits slots, or fewer at the end of a line."""
 
     line: StreamKTile  # a segment of the line
@@ -188,8 +187,8 @@ class FanInGroup(DeviceStruct):
         return FanInGroup.around(self.line, self.fan_in_level + 1, self.first, self.bits)
 
 
-@dataclass(frozen=True)
-class Tree(DeviceStruct):
+@device_struct(frozen=True)
+class Tree:
     """Storage of nodes, and their combination into larger nodes. Called by whole warpgroups."""
 
     shared: Int32  # shared address of the first level, or of the node handed over

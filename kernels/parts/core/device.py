@@ -1,8 +1,10 @@
 """Device-side basics for all parts: structs that survive the DSL's loops, and access through raw addresses."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, overload
 
 import cutlass
 import cutlass.cute as cute
@@ -12,26 +14,41 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import WARPS
 
+_T = TypeVar("_T")
 
-class DeviceStruct:
-    """Base of dataclasses that hold traced values.
+
+@overload
+def device_struct(cls: type[_T]) -> type[_T]: ...
+@overload
+def device_struct(*, frozen: bool) -> Callable[[type[_T]], type[_T]]: ...
+def device_struct(cls: Any = None, *, frozen: bool = False) -> Any:
+    """Make a class, and its subclasses, dataclasses that hold traced values.
 
     The DSL carries an object through a traced loop or branch only if it can split the object into values and rebuild
-    it. Fields without traced values (tile sizes, dtypes, other configuration) are unchanged.
+    it. Fields without traced values (tile sizes, dtypes, other configuration) are unchanged. A subclass with fields of
+    its own is an ordinary dataclass.
     """
+    if cls is None:
+        return partial(device_struct, frozen=frozen)
+    struct = dataclass(frozen=frozen)(cls)
+    struct.__extract_mlir_values__ = _extract
+    struct.__new_from_mlir_values__ = _rebuild
+    return struct
 
-    def __extract_mlir_values__(self) -> list[Any]:
-        return [value for f in fields(self) for value in _traced_values(getattr(self, f.name))]
 
-    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
-        rest, changed = list(values), {}
-        for f in fields(self):
-            old = getattr(self, f.name)
-            count = len(_traced_values(old))
-            if count:
-                changed[f.name] = cutlass.new_from_mlir_values(old, rest[:count])
-                rest = rest[count:]
-        return replace(self, **changed)
+def _extract(struct: Any) -> list[Any]:
+    return [value for f in fields(struct) for value in _traced_values(getattr(struct, f.name))]
+
+
+def _rebuild(struct: Any, values: list[Any]) -> Any:
+    rest, changed = list(values), {}
+    for f in fields(struct):
+        old = getattr(struct, f.name)
+        count = len(_traced_values(old))
+        if count:
+            changed[f.name] = cutlass.new_from_mlir_values(old, rest[:count])
+            rest = rest[count:]
+    return replace(struct, **changed)
 
 
 def _traced_values(field: Any) -> list[Any]:
@@ -267,8 +284,8 @@ def quotient(number, divisor):
     return (number.to(Uint32) // divisor.to(Uint32)).to(Int32)
 
 
-@dataclass(frozen=True)
-class Divisor(DeviceStruct):
+@device_struct(frozen=True)
+class Divisor:
     """A positive Int32 divisor that is known before the dividends.
 
     Most of the division is done by the time the dividends arrive.

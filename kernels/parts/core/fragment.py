@@ -13,11 +13,11 @@ from typing import Any
 import cutlass.cute as cute
 
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import DeviceStruct
+from hopwell.kernels.parts.core.device import device_struct
 
 
-@dataclass
-class Fragment(DeviceStruct):
+@device_struct
+class Fragment:
     registers: Any  # rmem tensor of float32 values
     columns: int  # columns of each row in this lane
 

@@ -1,7 +1,6 @@
 """Base of attention kernels on all architectures: shared-memory tiles, edges and load warps."""
 
 from collections import namedtuple
-from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -16,7 +15,7 @@ from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch.arguments import Addresses
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
-from hopwell.kernels.parts.core.device import DeviceStruct, global_pointer, shared_address
+from hopwell.kernels.parts.core.device import device_struct, global_pointer, shared_address
 from hopwell.kernels.parts.core.pipeline import Edge, barrier_count, create_rings
 from hopwell.kernels.parts.load.kv_rows import PageRows, TopkRows
 from hopwell.kernels.parts.load.kv_source import ContiguousBoxes, KvOperand, KvSource, PageBoxes, PageColumnBoxes
@@ -37,8 +36,8 @@ SOURCES = {
 LOADERS = 2  # warps that load K and V
 
 
-@dataclass
-class SharedTiles(DeviceStruct):
+@device_struct
+class SharedTiles:
     """Tiles in shared memory: Q [query rows, dim, stages], K and V [tile.n, dim, stages], staging for the output."""
 
     q: Any

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 
-from hopwell.kernels.parts.core.device import DeviceStruct
+from hopwell.kernels.parts.core.device import device_struct
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def check_arrivals(edges: Sequence[Edge], warps: dict[str, int]) -> None:
                 raise ValueError(f"edge {e.name}: {role} has {warps[role]} warps but {count} arrivals are expected")
 
 
-@dataclass
-class Ring(DeviceStruct):
+@device_struct
+class Ring:
     """The two barrier arrays of an edge. ``step`` counts uses of the ring since the kernel began."""
 
     full: Any

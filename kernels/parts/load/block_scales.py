@@ -1,6 +1,5 @@
 """Block scales of paged K and V, in the layouts of ``hopwell.layouts.scales``."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -10,7 +9,7 @@ from cutlass import Float16, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import DeviceStruct, global_array, load_index, prmt
+from hopwell.kernels.parts.core.device import device_struct, global_array, load_index, prmt
 from hopwell.kernels.parts.core.warp_mma import QUAD
 from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.load.hidden_keys import DraftRows, hidden_drafts
@@ -23,8 +22,8 @@ LOWEST_BYTES = 0x4040  # of two words, twice
 INTERLEAVED, HALVES = (0x5140, 0x7362), (0x5410, 0x7632)
 
 
-@dataclass
-class ScaleRows(DeviceStruct):
+@device_struct
+class ScaleRows:
     """The block scales of K or of V. Strides are in bytes."""
 
     address: Int64
@@ -105,8 +104,8 @@ class ScaleRows(DeviceStruct):
         return e2m1.dequantized_half(words[pair // 2], pair % 2, dtype)
 
 
-@dataclass
-class SharedScales(DeviceStruct):
+@device_struct
+class SharedScales:
     """Block scales beside the stages of K or V in shared memory: one row of scales for each token of a tile."""
 
     address: Int32  # of stage 0
@@ -169,8 +168,8 @@ class SharedScales(DeviceStruct):
         return [e2m1.dequantized_half(word, half, Float16) for word in words for half in range(2)]
 
 
-@dataclass
-class ScaleCopies(DeviceStruct):
+@device_struct
+class ScaleCopies:
     """Copies of block scales to shared memory beside the tiles of a request. Called by a whole warp.
 
     Scales of unneeded tokens become zeros: they may be NaN in memory, and 0 times NaN is NaN.

@@ -5,7 +5,6 @@ block scales if no row sees a key. Other masks hide keys from all rows only befo
 key.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -14,7 +13,7 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.core.device import DeviceStruct, global_array
+from hopwell.kernels.parts.core.device import device_struct, global_array
 from hopwell.kernels.parts.load.sequence import Request
 from hopwell.kernels.problem import MaskKind
 
@@ -22,8 +21,8 @@ MASK_BITS = 16  # per element of the draft mask
 MASK_BYTES = MASK_BITS // 8
 
 
-@dataclass
-class HiddenDrafts(DeviceStruct):
+@device_struct
+class HiddenDrafts:
     """New tokens of one request whose bit is 0 in every row of the draft mask, or outside the window of each row."""
 
     first: Int32  # position of the first new token
@@ -56,8 +55,8 @@ class HiddenDrafts(DeviceStruct):
         return [cute.arch.vote_ballot_sync(self.hides(begin + (i + lane))).to(Uint32) for i in range(0, tile_n, LANES)]
 
 
-@dataclass
-class DraftRows(DeviceStruct):
+@device_struct
+class DraftRows:
     """The draft mask of all requests."""
 
     addresses: Addresses

@@ -29,7 +29,7 @@ from hopwell.kernels.hardware import CACHE_LINE_BYTES, LANES
 from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
-from hopwell.kernels.parts.core.device import DeviceStruct, load_index
+from hopwell.kernels.parts.core.device import device_struct, load_index
 from hopwell.kernels.parts.load.block_scales import ScaleCopies, ScaleRows
 from hopwell.kernels.parts.load.hidden_keys import DraftRows, HiddenDrafts, hidden_drafts
 from hopwell.kernels.parts.load.page_size import EvenPages, page_size
@@ -37,8 +37,8 @@ from hopwell.kernels.parts.load.page_size import EvenPages, page_size
 BOXES_AT_ONCE = 8  # boxes whose coordinates a lane holds before they are fetched
 
 
-@dataclass
-class KvOperand(DeviceStruct):
+@device_struct
+class KvOperand:
     """K or V in global memory: addresses in bytes, strides and columns in halfwords."""
 
     address: Int64
@@ -96,8 +96,8 @@ class KvOperand(DeviceStruct):
         return KvOperand(*places, *sizes, **kind, scales=scales, stage_columns=config.stage_columns[part])
 
 
-@dataclass
-class KvSource(DeviceStruct):
+@device_struct
+class KvSource:
     descriptor: Any  # TMA descriptor; None for PageRows
     shared: Int32  # address of stage 0
     kv_head: Int32

@@ -1,15 +1,13 @@
 """Division of a token position by the page size, into a page and a row within the page."""
 
-from dataclasses import dataclass
-
 from cutlass import Int32, Int64
 
 from hopwell.kernels.launch.arguments import DIVISOR_BITS
-from hopwell.kernels.parts.core.device import DeviceStruct
+from hopwell.kernels.parts.core.device import device_struct
 
 
-@dataclass
-class EvenPages(DeviceStruct):
+@device_struct
+class EvenPages:
     """Page sizes that are powers of two.
 
     They use a shift, because a division cost 3 % of a whole kernel (H200, 2026-11-21).
@@ -23,8 +21,8 @@ class EvenPages(DeviceStruct):
         return page, position - (page << self.shift)
 
 
-@dataclass
-class UnevenPages(DeviceStruct):
+@device_struct
+class UnevenPages:
     """Pages of any other size: position * (2^shift / size, rounded up) is exact below 2^31."""
 
     multiplier: Int64

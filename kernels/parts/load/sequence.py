@@ -1,16 +1,14 @@
 """The location of one request's tokens, from device-side offsets and lengths."""
 
-from dataclasses import dataclass
-
 import cutlass
 from cutlass import Int32, Uint32
 
 from hopwell.kernels.launch.arguments import Addresses, Geometry
-from hopwell.kernels.parts.core.device import DeviceStruct, load_int
+from hopwell.kernels.parts.core.device import device_struct, load_int
 
 
-@dataclass
-class Request(DeviceStruct):
+@device_struct
+class Request:
     index: Int32
     q_start: Int32  # first row of the request in query
     o_start: Int32

@@ -28,12 +28,12 @@ from hopwell.kernels.config.splitting import (
     UNEVEN,
 )
 from hopwell.kernels.hardware import LANES
-from hopwell.kernels.parts.core.device import DeviceStruct, Divisor, from_lane, quotient, running_sum, trailing_zeros
+from hopwell.kernels.parts.core.device import Divisor, device_struct, from_lane, quotient, running_sum, trailing_zeros
 from hopwell.kernels.parts.partition.split_kv import Span, SplitSchedule, SplitTile, TopkTokens
 
 
-@dataclass
-class Sequence(DeviceStruct):
+@device_struct
+class Sequence:
     """The keys of a request in steps. With top-k lists, a query token counts as a request."""
 
     index: Int32

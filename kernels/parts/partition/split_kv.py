@@ -26,7 +26,7 @@ from hopwell.kernels.config.splitting import DOUBLINGS, FAN_IN, LATENT_WORK_TILE
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core.copy import EVICT_FIRST
-from hopwell.kernels.parts.core.device import DeviceStruct, bit_length, from_lane, load_int, running_sum
+from hopwell.kernels.parts.core.device import bit_length, device_struct, from_lane, load_int, running_sum
 from hopwell.kernels.parts.load.sequence import Request
 from hopwell.kernels.parts.partition.tiles import WorkTile, draw_ticket, lane_of
 from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange, TokenPositions
@@ -76,8 +76,8 @@ class SplitTile(PackedTile):
         return cls.from_ints([Int32(0)] * cls.INTS)
 
 
-@dataclass
-class Span(DeviceStruct):
+@device_struct
+class Span:
     """A lane's data about its request, for any way of cutting the keys."""
 
     index: Int32
@@ -98,8 +98,8 @@ class RequestSpan(Span):
     chunks: Int32  # 0 if there is no request
 
 
-@dataclass
-class ScheduleHooks(DeviceStruct):
+@device_struct
+class ScheduleHooks:
     """Hooks of the scheduler warp for each work tile, besides posting it. The defaults do nothing."""
 
     def posted(self, step, work_tile: SplitTile, before: SplitTile) -> None:
@@ -109,8 +109,8 @@ class ScheduleHooks(DeviceStruct):
         """Handle the end, after ``step`` posted work tiles; ``last`` is the last one."""
 
 
-@dataclass
-class SplitSchedule(DeviceStruct):
+@device_struct
+class SplitSchedule:
     geometry: DecodeGeometry
     addresses: Addresses
     mask: IntervalMask

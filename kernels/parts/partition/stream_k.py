@@ -27,13 +27,13 @@ from cutlass import Int32
 from hopwell.kernels.config.splitting import OWN_SHARE, WASTE
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
-from hopwell.kernels.parts.core.device import DeviceStruct, Divisor, bit_length, from_lane, running_sum, trailing_zeros
+from hopwell.kernels.parts.core.device import Divisor, bit_length, device_struct, from_lane, running_sum, trailing_zeros
 from hopwell.kernels.parts.partition.split_kv import PackedTile, RequestSpan, SplitSchedule, TopkTokens
 from hopwell.kernels.parts.partition.tiles import draw_ticket, hand_back_tickets, lane_of
 
 
-@dataclass(frozen=True)
-class StreamKRanges(DeviceStruct):
+@device_struct(frozen=True)
+class StreamKRanges:
     """Ranges and subtrees of head lists. CTAs own the ranges or take them by tickets."""
 
     leaves: Int32  # of a head list

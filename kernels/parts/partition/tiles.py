@@ -20,13 +20,13 @@ from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core.copy import ATOM_ROWS, EVICT_FIRST, EVICT_NORMAL
-from hopwell.kernels.parts.core.device import DeviceStruct, from_lane, global_array, global_pointer, running_sum
+from hopwell.kernels.parts.core.device import device_struct, from_lane, global_array, global_pointer, running_sum
 from hopwell.kernels.parts.load.sequence import Request, load_request
 from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange
 
 
-@dataclass
-class WorkTile(DeviceStruct):
+@device_struct
+class WorkTile:
     """One query tile of one or several heads, as every role needs to know it. All fields are Int32."""
 
     INTS: ClassVar[int] = 16
@@ -89,8 +89,8 @@ def lane_of(place, last_places):
     return cute.arch.popc(cute.arch.vote_ballot_sync(last_places <= place))
 
 
-@dataclass
-class TileSchedule(DeviceStruct):
+@device_struct
+class TileSchedule:
     """The list of tiles and the walk of this CTA through it."""
 
     geometry: Geometry
@@ -213,8 +213,8 @@ class AlternatingSchedule(TileSchedule):
         return True
 
 
-@dataclass
-class WorkQueue(DeviceStruct):
+@device_struct
+class WorkQueue:
     """Work tiles passed through shared memory, one ring slot each."""
 
     slots: Any  # Int32 [kind.INTS, stages] in shared memory

@@ -14,7 +14,7 @@ from hopwell.kernels.elements import ELEMENTS, HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import DeviceStruct, global_array, load_sink
+from hopwell.kernels.parts.core.device import device_struct, global_array, load_sink
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.dequant import quantize
 from hopwell.kernels.parts.rows.query_rows import QueryRows
@@ -27,8 +27,8 @@ STAGED_FLOATS = copy.SWIZZLE_ROW_BYTES // 4  # columns of a staged row
 STAGING_BYTES = HALFWORD_BYTES * WARP_ROWS * RowFragment.pass_columns  # per warp
 
 
-@dataclass(frozen=True)
-class OutputRows(DeviceStruct):
+@device_struct(frozen=True)
+class OutputRows:
     """Rows of ``out`` that a query tile writes: the rows of its first ``count`` tokens."""
 
     address: Int64  # address of the tile's first token and head
@@ -197,8 +197,8 @@ def output_rows(dtype, stages_pairs: bool) -> type[OutputRows]:
     return E4m3Rows if dtype.width == 8 else Nvfp4Rows
 
 
-@dataclass(frozen=True)
-class RowResults(DeviceStruct):
+@device_struct(frozen=True)
+class RowResults:
     """Results of a query tile's rows besides the output: normalisation, log-sum-exp and statistics."""
 
     score: ScoreMap
@@ -252,8 +252,8 @@ class RowResults(DeviceStruct):
         return factor
 
 
-@dataclass(frozen=True)
-class StatisticsRows(DeviceStruct):
+@device_struct(frozen=True)
+class StatisticsRows:
     """Destinations of a query tile's largest logits and sums. An ``address`` of 0 disables the writes."""
 
     address: Int64  # address of the whole tensor, bytes
@@ -269,8 +269,8 @@ class StatisticsRows(DeviceStruct):
             global_array(Float32, self.address)[pair + 1] = total
 
 
-@dataclass(frozen=True)
-class LseRows(DeviceStruct):
+@device_struct(frozen=True)
+class LseRows:
     """Destination of a query tile's log-sum-exp. An ``address`` of 0 disables the writes."""
 
     address: Int64  # address of the whole tensor, bytes

@@ -15,12 +15,12 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr
 
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.masks import MaskKind, MaskKinds
-from hopwell.kernels.parts.core.device import DeviceStruct, global_array, load_index
+from hopwell.kernels.parts.core.device import device_struct, global_array, load_index
 from hopwell.kernels.parts.load.sequence import Request
 
 
-@dataclass
-class TileRange(DeviceStruct):
+@device_struct
+class TileRange:
     """KV tiles of one query tile. Tiles in [full_begin, full_end) are visible to every row and need no predicate."""
 
     begin: Int32
@@ -30,8 +30,8 @@ class TileRange(DeviceStruct):
     first_key: Int32  # no row of the tile sees a key before this one
 
 
-@dataclass
-class LogitRow(DeviceStruct):
+@device_struct
+class LogitRow:
     """Inputs that turn scores into logits, besides the scores: a lane's rows, with the slope of one head."""
 
     positions: tuple  # absolute key position of each row
@@ -50,8 +50,8 @@ class LogitRow(DeviceStruct):
         return may_hide
 
 
-@dataclass
-class TokenPositions(DeviceStruct):
+@device_struct
+class TokenPositions:
     """Positions of a request's new tokens among its keys, for masks with a diagonal."""
 
     kind: MaskKind
@@ -75,8 +75,8 @@ class TokenPositions(DeviceStruct):
         return place
 
 
-@dataclass
-class IntervalMask(DeviceStruct):
+@device_struct
+class IntervalMask:
     """A mask that hides no key inside its interval.
 
     A subclass that overrides ``apply`` to hide more keys sets ``is_interval`` to False: every tile then takes the

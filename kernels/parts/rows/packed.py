@@ -3,7 +3,7 @@
 Row r of a request and KV head is new token r // group and query head kv_head * group + r % group.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
@@ -11,12 +11,12 @@ from cutlass import Float32, Int32, Int64
 
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.core.device import DeviceStruct, global_array, load_sink
+from hopwell.kernels.parts.core.device import device_struct, global_array, load_sink
 from hopwell.kernels.parts.rows.softmax import log_sum_exp, normalised
 
 
-@dataclass
-class PackedRows(DeviceStruct):
+@device_struct
+class PackedRows:
     """Output locations of the rows of one tile. Row r of the tile is valid for r < ``count``."""
 
     addresses: Addresses

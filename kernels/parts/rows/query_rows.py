@@ -6,14 +6,13 @@ warp's share of row r of a fragment. Leftover rows count as further tokens of th
 next tile, which stores them, so the Q in these rows does not matter.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 
 from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
-from hopwell.kernels.parts.core.device import DeviceStruct
+from hopwell.kernels.parts.core.device import device_struct
 
 
 def request_shape(shape: TileShape, q_len) -> TileShape:
@@ -28,8 +27,8 @@ def request_shape(shape: TileShape, q_len) -> TileShape:
     return TileShape(shape.heads, cutlass.max(cutlass.min(shape.tokens, needed), ATOM_ROWS))
 
 
-@dataclass(frozen=True)
-class QueryRows(DeviceStruct):
+@device_struct(frozen=True)
+class QueryRows:
     """A warp's rows of a tile, in core matrices."""
 
     first: Any  # first row within the tile

@@ -4,13 +4,11 @@ A map replaces the scores of a fragment by values in its own unit. ``softmax_sca
 logits inside the softmax's exponential, so a plain scale costs nothing here.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.parts.core.device import DeviceStruct, bit_length
+from hopwell.kernels.parts.core.device import bit_length, device_struct
 from hopwell.kernels.parts.rows.softmax import LOG2_E
 from hopwell.kernels.problem import ScoreKind
 
@@ -33,8 +31,8 @@ def precise_tanh(power):
     return cutlass.select_(square > SERIES_END * SERIES_END, tanh(power), series)
 
 
-@dataclass(frozen=True)
-class ScoreMap(DeviceStruct):
+@device_struct(frozen=True)
+class ScoreMap:
     kind: ScoreKind
     scale: Float32  # natural scale of q k^T
     soft_cap: Float32

@@ -6,17 +6,16 @@ still loaded, because other rows may need them. The warpgroup still waits for bo
 after TMA has written all of it.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from hopwell.kernels.parts.core.device import DeviceStruct, global_pointer
+from hopwell.kernels.parts.core.device import device_struct, global_pointer
 
 
-@dataclass
-class SkipRule(DeviceStruct):
+@device_struct
+class SkipRule:
     factor: Float32
     scale: Float32  # softmax scale, to base-2 logits
     pending: Any  # whether the latest tile still needs its product with V

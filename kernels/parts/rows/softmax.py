@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from hopwell.kernels.parts.core.device import DeviceStruct
+from hopwell.kernels.parts.core.device import device_struct
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -37,8 +37,8 @@ MOST_BELOW = 60.0  # powers of two by which a tile's reference may lie below the
 E4M3_POWER, FLOAT16_POWER = 8.0, 15.0
 
 
-@dataclass
-class OnlineSoftmax(DeviceStruct):
+@device_struct
+class OnlineSoftmax:
     scale: Float32  # softmax scale * log2(e), positive
     reference: Any
     largest: Any  # raw logit

@@ -1,7 +1,5 @@
 """tcgen05 matrix products: operands in shared and tensor memory as descriptors, and their issue by one thread."""
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Int32, const_expr
@@ -11,7 +9,7 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
-from hopwell.kernels.parts.core.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.core.device import device_struct, shared_address
 
 ROWS = 128  # of an accumulator: lanes of tensor memory
 
@@ -30,8 +28,8 @@ def instruction_descriptor(dtype, columns: int, n_major_b: bool) -> int:
     return _FLOAT32_ACCUMULATOR | kinds | _N_MAJOR_B * n_major_b | columns // 8 << _N | ROWS // 16 << _M
 
 
-@dataclass
-class SharedOperand(DeviceStruct):
+@device_struct
+class SharedOperand:
     """Stages of a tile in shared memory, in the layout of ``copy.swizzled_layout``.
 
     Products reduce over its columns (Q, K), or over its rows (V) if ``reduces_rows``.

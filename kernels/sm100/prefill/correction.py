@@ -1,6 +1,5 @@
 """Correction warpgroup: rescales O in tensor memory when a reference moves, then normalises and stores it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -9,7 +8,7 @@ from cutlass import Float32, Int32
 
 from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.launch.arguments import Addresses, Geometry
-from hopwell.kernels.parts.core.device import DeviceStruct, shared_array
+from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import OutputRows
@@ -18,8 +17,8 @@ from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
 
 
-@dataclass(frozen=True)
-class Correction(DeviceStruct):
+@device_struct(frozen=True)
+class Correction:
     kernel: Any  # the PrefillSm100: configuration only
     factor_ring: Any
     o_ring: Any

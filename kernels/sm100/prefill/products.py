@@ -1,20 +1,19 @@
 """The mma warp, which issues all products of Blackwell prefill."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from hopwell.kernels.parts.core.device import DeviceStruct, shared_address, shared_array
+from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array
 from hopwell.kernels.sm100.common import mma, tmem
 from hopwell.kernels.sm100.common.mma import SharedOperand
 from hopwell.kernels.sm100.prefill.config import Q_TILES
 
 
-@dataclass(frozen=True)
-class Products(DeviceStruct):
+@device_struct(frozen=True)
+class Products:
     kernel: Any  # the PrefillSm100: configuration only
     rings: Any  # fields have the names of edges
     q: SharedOperand

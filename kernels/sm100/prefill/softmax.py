@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.launch.arguments import Addresses, Geometry
-from hopwell.kernels.parts.core.device import DeviceStruct, shared_array
+from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import RowResults
@@ -98,8 +98,8 @@ def _add_exponent(power, integer, *, loc=None, ip=None):
     )
 
 
-@dataclass(frozen=True)
-class Softmax(DeviceStruct):
+@device_struct(frozen=True)
+class Softmax:
     """The two softmax warpgroups."""
 
     kernel: Any  # the PrefillSm100: configuration only
@@ -219,8 +219,8 @@ class Softmax(DeviceStruct):
         cute.arch.mbarrier_arrive(ring.full_barrier(step))
 
 
-@dataclass(frozen=True)
-class Logits(DeviceStruct):
+@device_struct(frozen=True)
+class Logits:
     """A thread's row of S, as logits."""
 
     softmax: Softmax
@@ -238,8 +238,8 @@ class Logits(DeviceStruct):
         return part
 
 
-@dataclass(frozen=True)
-class Steps(DeviceStruct):
+@device_struct(frozen=True)
+class Steps:
     """Position of a thread in the steps of all work tiles."""
 
     scores: Int32  # its row in tensor memory

@@ -19,7 +19,7 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
-from hopwell.kernels.parts.core.device import DeviceStruct, prmt, shared_address, warp_in_warpgroup
+from hopwell.kernels.parts.core.device import device_struct, prmt, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.dequant.eight_bit import dequantized_words
@@ -37,7 +37,7 @@ SCALES_APART = 8  # registers of a thread for scales that are not adjacent
 PAIRED_KEYS = 32  # keys that a warp transposes at a time: two vectors of a row of the target
 
 
-class Converter(DeviceStruct):
+class Converter:
     """Converter of K or V from loaded stages to stages to multiply. It may also need block scales
     from global memory."""
 
@@ -66,7 +66,7 @@ class Converter(DeviceStruct):
         self.source_ring.release(step)
 
 
-@dataclass
+@device_struct
 class E4m3Converter(Converter):
     """Dequantizes stages of ``source``, filled through ``source_ring``, into 16-bit stages of ``target``.
 
@@ -242,7 +242,7 @@ class Nvfp4Converter(E4m3Converter):
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 
 
-@dataclass
+@device_struct
 class TransposingConverter(Converter):
     """Transposes 8-bit V: stages of ``source`` [keys, columns] become stages of ``target`` [columns, keys].
 
@@ -294,8 +294,8 @@ class TransposingConverter(Converter):
             copy.store_matrix_x4((place ^ (within * copy.VECTOR_BYTES)) + block_start, turned)
 
 
-@dataclass
-class Conversion(DeviceStruct):
+@device_struct
+class Conversion:
     """Main loop of a converting warpgroup over the tiles of every step of every work tile."""
 
     converters: tuple

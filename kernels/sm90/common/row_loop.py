@@ -13,7 +13,7 @@ from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
-from hopwell.kernels.parts.core.device import DeviceStruct
+from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.partition.tiles import WorkQueue
@@ -25,8 +25,8 @@ from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.prefill.dequant_q import dequantize_queries
 
 
-@dataclass
-class Consumer(DeviceStruct):
+@device_struct
+class Consumer:
     """State of a consumer warp."""
 
     kernel: Any  # configuration only
@@ -206,8 +206,8 @@ class Attend(Consumer):
         operands.issue_pv(v_stage)
 
 
-@dataclass
-class RowOperands(DeviceStruct):
+@device_struct
+class RowOperands:
     """S, P and O of query rows in registers, for any matrix instruction. Accumulators and A operands of wgmma and of
     mma.sync hold the same elements of a warp's rows."""
 
@@ -297,8 +297,8 @@ class Operands(RowOperands):
         warpgroup.wait_group(pending)
 
 
-@dataclass
-class PingPong(DeviceStruct):
+@device_struct
+class PingPong:
     """Ping-pong turns: consumer warpgroups alternate in issuing products, so that the softmax of one overlaps the
     products of the other."""
 

@@ -18,7 +18,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from hopwell.kernels.elements import HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
 from hopwell.kernels.parts.dequant.eight_bit import dequantized, exponent, in_order
@@ -64,8 +64,8 @@ def padded(head_dim: int) -> int:
     return sum(block.width for block in ColumnBlock.all(head_dim))
 
 
-@dataclass
-class DequantProducts(DeviceStruct):
+@device_struct
+class DequantProducts:
     """Products of 8 * ``products`` rows with 8-bit or 4-bit K and V. Q is in registers, K and V are in shared memory.
     Lane (g, t) of ``place_in_warp`` holds part t of a column block of Q and K."""
 

@@ -13,7 +13,7 @@ from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.partials import COLUMNS_AT_ONCE, PARTIAL, Combine, WeightedSum
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
 from hopwell.kernels.parts.dequant.eight_bit import by_columns, together
@@ -35,8 +35,8 @@ def most_products(head_dim: int) -> int:
     return 2 if padded(head_dim) <= MOST_COLUMNS else 1
 
 
-@dataclass(frozen=True)
-class WarpKeys(DeviceStruct):
+@device_struct(frozen=True)
+class WarpKeys:
     """Rows and keys of one warp in a work tile.
 
     The assignment depends only on the number of rows. With up to ``rows`` rows each warp has its own keys, with up to
@@ -174,8 +174,8 @@ class DequantDecodeOperands(DequantProducts):
         return [output.get(r, first + i) * 2.0**-self.exponent for i in range(block.value_part)]
 
 
-@dataclass(frozen=True)
-class Exchange(DeviceStruct):
+@device_struct(frozen=True)
+class Exchange:
     """Shared memory through which the attend warps pass their rows to the combine warpgroup."""
 
     statistics: Int32  # shared-memory addresses

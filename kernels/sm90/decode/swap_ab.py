@@ -25,7 +25,7 @@ from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.tree import Node, Tree
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD
@@ -133,8 +133,8 @@ def transposed_values(kernel, pv_mma, kv_half, width: int, columns: int):
     return pv.make_fragment_A(pv.partition_A(cute.composition(kv_half, layout)))
 
 
-@dataclass
-class ColumnOperands(DeviceStruct):
+@device_struct
+class ColumnOperands:
     """Matrix operands of a warpgroup's transposed products. K and V are operand A, Q and P are operand B. S^T and O^T
     are in registers. The other operands are in shared memory, except V in some subclasses."""
 

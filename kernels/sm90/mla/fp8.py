@@ -16,8 +16,8 @@ from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import (
-    DeviceStruct,
     barrier_of_branches,
+    device_struct,
     fma,
     prmt,
     shared_address,
@@ -88,8 +88,8 @@ class Fp8MlaSm90(MlaSm90):
         return Fp8MlaAttend(**parts)
 
 
-@dataclass
-class Fp8MlaOperands(KeyHalves, DeviceStruct):
+@device_struct
+class Fp8MlaOperands(KeyHalves):
     """Matrix operands of one warpgroup. ``k`` and ``k_right`` are the two halves of a key. ``p`` holds the weights of A
     and B side by side in shared memory. ``o`` is this warpgroup's half of O, transposed until :meth:`turn`."""
 
@@ -186,8 +186,8 @@ def _meet(barrier) -> None:
     cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
 
 
-@dataclass
-class Values(DeviceStruct):
+@device_struct
+class Values:
     """A tile of keys, of which a warpgroup reads its half of the value's columns as operand A.
 
     In a product of 64 columns each warp has 16: one vector, a lane's row of ldmatrix. Byte permutes split its pairs of

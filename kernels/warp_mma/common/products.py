@@ -1,6 +1,5 @@
 """Transposed (swap-AB) products of single warps over 16-bit tiles: S^T = K Q^T and O^T = V^T P^T."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
@@ -11,15 +10,15 @@ from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import DeviceStruct, shared_address, tied, warp_in_warpgroup
+from hopwell.kernels.parts.core.device import device_struct, shared_address, tied, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, MMA_DEPTH, accumulate
 
 WARP_COLUMNS = ColumnFragment.warp_columns
 
 
-@dataclass
-class WarpProducts(DeviceStruct):
+@device_struct
+class WarpProducts:
     """Operands in shared memory, S^T and O^T in registers. Warp w has 16 keys of each tile, and the 16 columns from 16
     w on in every 64 columns of V and O. So accumulators hold the same elements as in Hopper's warps."""
 
