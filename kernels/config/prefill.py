@@ -226,7 +226,7 @@ class PrefillConfig(KernelConfig):
         """Whether unmasked steps are processed in pairs, each with its own P.
 
         Pairs need registers for S, O and two P. Kernels without a mask do not use them: two P gained nothing over one P
-        (1 x 8192 tokens, H100, 2026-11-25).
+        (1 x 8192 tokens, H100, 2026-11-25). Skip-softmax decides after each tile whether its P is computed.
         """
         tile = self.tile
         held = tile.n // 2 + tile.n // 2 + self.depth[1] // 2
@@ -234,7 +234,7 @@ class PrefillConfig(KernelConfig):
         dims = self.head_dim_qk, self.head_dim_v
         whole = max(dims) <= 128 or all(dim % BLOCK_COLUMNS == 0 for dim in dims)
         fits = whole and held + PAIRED_MARGIN <= tile.consumer_registers
-        return self.mask is not MaskKind.FULL and not self.uses_fp8_mma and fits
+        return self.mask is not MaskKind.FULL and not self.uses_fp8_mma and not self.skip_softmax and fits
 
     @property
     def promotes_output(self) -> bool:
@@ -273,11 +273,11 @@ class PrefillConfig(KernelConfig):
     def converted_bytes(self) -> dict[str, int]:
         """Bytes of a tile of K and of V as multiplied, if they are converted."""
         if self.transposes_v:
-            return {"V": self.depth[1] * self.transposed_columns}
+            return {"v": self.depth[1] * self.transposed_columns}
         if self.dequantizes_in_place:
             return {}
         key, value = (self.tile.n * columns * HALFWORD_BYTES for columns in self.operand_columns)
-        return {"K": key, "V": value}
+        return {"k": key, "v": value}
 
     @property
     def loaded_depth(self) -> tuple[int, int]:

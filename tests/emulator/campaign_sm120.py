@@ -57,7 +57,7 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
         products = [i.pc for i in kernel.instrs if i.op.startswith("mma.")]
         if "PrefillSm120" in kernel.name and pc == next_warp_barrier(kernel, products[-1]):
             return "the words of Q that lanes have read went into products of the whole warp"
-        if "DecodeSm120" in kernel.name and any(re.match(r"st\.\w+\.v4", i.op) for i in before[-4:]):
+        if "SwapABDecodeSm90" in kernel.name and any(re.match(r"st\.\w+\.v4", i.op) for i in before[-4:]):
             return "a node is read in another leaf, or when it has been counted: the warps meet in between"
     return ""
 

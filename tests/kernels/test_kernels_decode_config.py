@@ -12,6 +12,7 @@ import torch
 from helpers.covering import COVERING_DECODE
 from helpers.kernel_problems import CACHES, cache, empty, paged
 
+from hopwell.kernels import registry
 from hopwell.kernels.config.base import DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.config.decode import (
     COMPILED_HEAD_DIMS,
@@ -40,8 +41,7 @@ from hopwell.kernels.problem import (
     TokenOffsets,
 )
 from hopwell.kernels.registry import build, resolve, shipped_configs
-from hopwell.kernels.sm90.decode.kernel import DecodeSm90
-from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
+from hopwell.kernels.sm90.decode.base import DecodeKernel
 from hopwell.kernels.support import MAX_PAGE_SIZE
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 
@@ -91,8 +91,8 @@ def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
     return [config for rows in rows_of(dim, kv_type) for config in of_rows(dim, kv_type, rows)]
 
 
-def kernel_of(config: DecodeConfig) -> DecodeSm90:
-    return (SwapABDecodeSm90 if config.has_tree else DecodeSm90)(config)
+def kernel_of(config: DecodeConfig) -> DecodeKernel:
+    return registry.build(config)[0]
 
 
 EVERY_DIM = [(dim, kv_type) for kv_type in KV_TYPES for dim in HEAD_DIMS]

@@ -19,7 +19,7 @@ from hopwell.kernels.sm90.common.dequant import E4m3Converter, TransposingConver
 from hopwell.kernels.sm90.prefill.fp8 import (
     N_SLICE_COLUMNS,
     PRODUCT_REGISTERS,
-    Fp8Operands,
+    Fp8Rows,
     NSliceOperands,
     n_slice_columns,
 )
@@ -178,7 +178,7 @@ def test_keys_of_p_are_those_of_v(monkeypatch: pytest.MonkeyPatch) -> None:
         # Accumulators: two neighbouring keys of each eight, of two rows.
         scores = [(r, 8 * block + 2 * lane + i) for block in range(KEYS // 8) for r in range(2) for i in range(2)]
         words: list[Any] = [None] * (KEYS // 8)
-        Fp8Operands.round_scores.__wrapped__(SimpleNamespace(p=words, s=scores))
+        Fp8Rows.round_scores.__wrapped__(SimpleNamespace(p=words, s=scores))
         for i, word in enumerate(words):
             # Words are rows 0 and 8 of bytes from 4 lane on, of a sixteen, then of the next sixteen.
             row, first = i % 2, i // 2 * 16

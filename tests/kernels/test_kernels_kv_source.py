@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.config.mla import shipped_mla_configs
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.load import kv_rows
-from hopwell.kernels.parts.load.kv_rows import PageRows, TopkRows
+from hopwell.kernels.parts.load.kv_rows import PageRows
 from hopwell.kernels.parts.load.kv_source import ATOM_ROWS, ContiguousBoxes, KvOperand, PageBoxes, PageColumnBoxes
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.registry import shipped_configs
@@ -110,7 +111,7 @@ class TestLocate:
         operand = one_for_each(PageRows)[0].operand(page_size)
         request = SimpleNamespace(index=REQUEST, kv_len=70)
         tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request, kv_policy=lambda: None)
-        source = TopkRows.create(operand, tile, None, SHARED, config.tile.n, 0)
+        source = PageRows.create(replace(operand, topk=True), tile, None, SHARED, config.tile.n, 0)
         tokens = [-1 if i % 7 == 3 else 97 * i % 200 for i in range(70)]
         monkeypatch.setattr(kv_rows, "load_index", lambda address, index: tokens[index])
         found = {}
@@ -403,4 +404,4 @@ class TestOperands:
     def test_each_request_has_its_row_of_the_table(self) -> None:
         for case in (next(case for case in CASES if case.kind is kind) for kind in (PageBoxes, PageRows)):
             operand = case.operand()
-            assert case.source().table == operand.table + 4 * operand.table_row * REQUEST
+            assert case.source().pages.address == operand.table + 4 * operand.table_row * REQUEST

@@ -17,7 +17,7 @@ from hopwell.kernels.config.prefill import TILES
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.kernel import SOURCES, work_queue_stride
-from hopwell.kernels.parts.core.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Ring, Roles, barrier_count, create_rings, describe
 from hopwell.kernels.parts.load.kv_rows import PageRows
 from hopwell.kernels.parts.load.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes
 from hopwell.kernels.parts.partition.tiles import WorkTile
@@ -28,7 +28,7 @@ SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 pytestmark = pytest.mark.traced
 
-EDGE = Edge("K", "load", "attend", 2, 1, 8, 32768)
+EDGE = Edge("k", "load", "attend", 2, 1, 8, 32768)
 SHIPPED = list(shipped_configs())
 
 
@@ -38,7 +38,7 @@ class TestEdge:
     )
     def test_less_than_there_must_be_is_refused(self, name: str, least: int) -> None:
         for value in (least - 1, -5):
-            with pytest.raises(ValueError, match=rf"edge K: {name} must be at least {least}, got {value}"):
+            with pytest.raises(ValueError, match=rf"edge k: {name} must be at least {least}, got {value}"):
                 replace(EDGE, **{name: value})
 
     def test_an_edge_may_be_a_signal_alone(self) -> None:
@@ -46,7 +46,7 @@ class TestEdge:
 
     @pytest.mark.parametrize("stages", [3, 5, 6, 7, 12])
     def test_rings_are_powers_of_two(self, stages: int) -> None:
-        with pytest.raises(ValueError, match=f"edge K: a ring takes a power of two of stages, got {stages}"):
+        with pytest.raises(ValueError, match=f"edge k: a ring takes a power of two of stages, got {stages}"):
             replace(EDGE, stages=stages)
 
     @pytest.mark.parametrize("stages", [1, 2, 4, 8])
@@ -59,46 +59,54 @@ class TestEdge:
         assert barrier_count([EDGE, replace(EDGE, stages=1), replace(EDGE, stages=4)]) == 4 + 2 + 8
 
 
-class TestArrivals:
-    def test_matching_warps(self) -> None:
-        check_arrivals([], {})
-        check_arrivals([EDGE], {"load": 1, "attend": 8})
+class TestRoles:
+    ROLES = Roles({"load": 1, "attend": 8})
 
-    def test_a_role_that_nobody_plays(self) -> None:
-        with pytest.raises(ValueError, match=r"edge K: no warps play the role 'attend'; roles are \['load', 'store'\]"):
-            check_arrivals([EDGE], {"load": 1, "store": 4})
+    def test_arrive_counts_are_the_warps_of_the_roles(self) -> None:
+        assert self.ROLES.edge("k", "load", "attend", 2, 32768) == EDGE
+        assert self.ROLES.edge("p", "attend", "load", 1) == Edge("p", "attend", "load", 1, 8, 1, 0)
+
+    @pytest.mark.parametrize("roles", [("load", "store"), ("store", "attend")])
+    def test_unknown_role(self, roles: tuple[str, str]) -> None:
+        with pytest.raises(ValueError, match=r"edge k: no warps play the role 'store'; roles are \['attend', 'load'\]"):
+            self.ROLES.edge("k", *roles, 1)
+
+
+class TestReader:
+    """Arrivals of an edge of K or V: (producer lanes, consumer lanes, copying lanes, whether the consumer fences)."""
 
     @pytest.mark.parametrize(
-        ("warps", "message"),
+        ("reader", "rows", "zeros", "scales", "expected"),
         [
-            ({"load": 1, "attend": 12}, "edge K: attend has 12 warps but 8 arrivals are expected"),
-            ({"load": 1, "attend": 4}, "edge K: attend has 4 warps but 8 arrivals are expected"),
-            ({"load": 2, "attend": 8}, "edge K: load has 2 warps but 1 arrivals are expected"),
+            # TMA arrives once, and so does a warp that issues products.
+            (Reader.TENSOR_CORES, False, True, False, (1, 1, 0, False)),
+            # cp.async arrives for every lane, and only the consumer can fence its writes.
+            (Reader.TENSOR_CORES, True, True, False, (32, 1, 0, True)),
+            (Reader.BOTH, True, True, False, (32, 32, 0, True)),
+            (Reader.BOTH, False, True, False, (32, 32, 0, False)),
+            # Lanes see the zeros of other lanes without a fence if every lane arrives.
+            (Reader.LANES, False, True, False, (32, 32, 0, False)),
+            (Reader.LANES, False, False, False, (1, 32, 0, False)),
+            (Reader.SYNCED_LANES, False, False, False, (1, 1, 0, False)),
+            (Reader.SYNCED_LANES, False, True, False, (32, 32, 0, False)),
+            # Scales are copied by lanes beside TMA; copies of rows bring them along.
+            (Reader.SYNCED_LANES, False, False, True, (1, 32, 32, False)),
+            (Reader.SYNCED_LANES, True, False, True, (32, 32, 0, False)),
         ],
     )
-    def test_another_number_of_warps(self, warps: dict[str, int], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            check_arrivals([EDGE], warps)
-
-    def test_every_edge_is_checked(self) -> None:
-        wrong = replace(EDGE, name="V", consumer_warps=4)
-        with pytest.raises(ValueError, match="edge V"):
-            check_arrivals([EDGE, wrong], {"load": 1, "attend": 8})
+    def test_arrivals(
+        self, reader: Reader, rows: bool, zeros: bool, scales: bool, expected: tuple[int, int, int, bool]
+    ) -> None:
+        found = reader.arrivals(copies_rows=rows, writes_zeros=zeros, copies_scales=scales)
+        names = ("producer_lanes", "consumer_lanes", "copying_lanes", "consumer_fences")
+        assert tuple(found[name] for name in names) == expected
 
 
 def test_description() -> None:
     work = Edge("work", "schedule", "others", 1, 2, 11, 64)
     assert describe([EDGE, work]).splitlines() == [
-        "K: load (1 warp) -> attend (8 warps), 2 stages of 32768 bytes",
+        "k: load (1 warp) -> attend (8 warps), 2 stages of 32768 bytes",
         "work: schedule (2 warps) -> others (11 warps), 1 stage of 64 bytes",
-    ]
-
-
-def test_rings_have_the_names_of_edges() -> None:
-    assert [replace(EDGE, name=name).field for name in ("K", "partial", "converted V")] == [
-        "k",
-        "partial",
-        "converted_v",
     ]
 
 
@@ -169,12 +177,14 @@ class TestRing:
         monkeypatch.setattr(cute.arch, "thread_idx", lambda: (0, 0, 0))
         monkeypatch.setattr(cute.arch, "mbarrier_init", barriers.init)
         monkeypatch.setattr(cute.arch, "mbarrier_init_fence", lambda: fences.append(len(barriers.counts)))
-        by_lanes = replace(EDGE, stages=4, producer_lanes=32, consumer_lanes=2, consumer_fences=True)
-        edges = [EDGE, Edge("work", "schedule", "others", 1, 2, 11, 64), by_lanes]
+        by_lanes = replace(EDGE, name="v", stages=4, producer_lanes=32, consumer_lanes=2, consumer_fences=True)
+        edges = [replace(EDGE, name="q"), EDGE, Edge("work", "schedule", "others", 1, 2, 11, 64), by_lanes]
         rings = create_rings.__wrapped__(0, edges)
         assert set(barriers.counts) == set(range(barrier_count(edges)))
         assert fences == [barrier_count(edges)], "the fence comes after all of them"
-        for edge, ring in zip(edges, rings, strict=True):
+        assert rings.converted_v is None
+        for edge in edges:
+            ring = getattr(rings, edge.name)
             assert ring.stages == edge.stages
             assert ring.consumer_fences == edge.consumer_fences
             assert (ring.producer_lanes, ring.consumer_lanes) == (edge.producer_lanes, edge.consumer_lanes)
@@ -186,7 +196,7 @@ class TestRing:
         barriers = Barriers()
         monkeypatch.setattr(cute.arch, "thread_idx", lambda: (1, 0, 0))
         monkeypatch.setattr(cute.arch, "mbarrier_init", barriers.init)
-        create_rings.__wrapped__(0, [EDGE])
+        create_rings.__wrapped__(0, [replace(EDGE, name=name) for name in ("q", "k", "v", "work")])
         assert not barriers.counts
 
     def test_steps_may_be_device_integers(self) -> None:
@@ -211,19 +221,19 @@ class TestPrefill:
             tile = kernel.tile
             consumers = 4 * tile.m // 64 * (2 if tile.splits_v else 1)
             edges = {edge.name: edge for edge in kernel.edges}
-            assert list(edges) == ["Q", "K", "V", "work"]
+            assert list(edges) == ["q", "k", "v", "work"]
             assert {name: edge.stages for name, edge in edges.items()} == dict(
-                Q=tile.q_stages, K=tile.kv_stages, V=tile.kv_stages, work=WORK_STAGES
+                q=tile.q_stages, k=tile.kv_stages, v=tile.kv_stages, work=WORK_STAGES
             )
-            assert edges["Q"].stage_bytes == tile.m * width_qk * 2
-            assert edges["K"].stage_bytes == tile.n * width_qk * 2
-            assert edges["V"].stage_bytes == tile.n * width_v * 2
+            assert edges["q"].stage_bytes == tile.m * width_qk * 2
+            assert edges["k"].stage_bytes == tile.n * width_qk * 2
+            assert edges["v"].stage_bytes == tile.n * width_v * 2
             assert edges["work"].stage_bytes == work_queue_stride(WorkTile.INTS) * 4
             assert all(edge.producer_warps == 1 for edge in kernel.edges)
-            assert all(edges[name].consumer_warps == consumers for name in "QKV")
+            assert all(edges[name].consumer_warps == consumers for name in "qkv")
             # Copies of rows arrive for every lane, and only the consumer can fence them.
             rows = kernel.config.kv_fetch is KvFetch.PAGE_ROWS
-            assert all((edges[name].producer_lanes, edges[name].consumer_fences) == (32, True) for name in "KV" if rows)
+            assert all((edges[name].producer_lanes, edges[name].consumer_fences) == (32, True) for name in "kv" if rows)
             assert all(e.producer_lanes == 1 and not e.consumer_fences for e in kernel.edges if not rows)
             assert edges["work"].consumer_warps == consumers + 3
 

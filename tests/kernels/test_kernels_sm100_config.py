@@ -200,24 +200,24 @@ class TestEdges:
             edges, tile = {edge.name: edge for edge in PrefillSm100(c).edges}, c.tile
             found = {name: (edge.stages, edge.stage_bytes) for name, edge in edges.items()}
             assert found == {
-                "Q": (2, 128 * qk * 2),
-                "K": (tile.kv_stages, tile.n * qk * 2),
-                "V": (tile.kv_stages, tile.n * v * 2),
+                "q": (2, 128 * qk * 2),
+                "k": (tile.kv_stages, tile.n * qk * 2),
+                "v": (tile.kv_stages, tile.n * v * 2),
                 "work": (2, work_queue_stride(WorkTile.INTS) * 4),
-                "S": (2, 0),
-                "P": (2, 0),
+                "s": (2, 0),
+                "p": (2, 0),
                 "factor": (4, 128 * 4),
-                "O": (2, 0),
+                "o": (2, 0),
             }
             # A tile of queries has a softmax warpgroup of its own; the correction warpgroup serves both.
             arrivals = {name: (edge.producer_warps, edge.consumer_warps) for name, edge in edges.items()}
-            loads = dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15))
-            assert arrivals == dict(**loads, S=(1, 4), P=(4, 1), factor=(4, 4), O=(1, 4))
+            loads = dict(q=(1, 1), k=(1, 1), v=(1, 1), work=(1, 15))
+            assert arrivals == dict(**loads, s=(1, 4), p=(4, 1), factor=(4, 4), o=(1, 4))
             # Copies of rows arrive for every lane, and only the tensor cores' warp can fence them.
             rows = c.kv_fetch is KvFetch.PAGE_ROWS
             fences = {name for name, edge in edges.items() if edge.consumer_fences}
-            assert fences == ({"K", "V"} if rows else set())
-            assert all(edges[name].producer_lanes == (32 if rows else 1) for name in "KV")
+            assert fences == ({"k", "v"} if rows else set())
+            assert all(edges[name].producer_lanes == (32 if rows else 1) for name in "kv")
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_shared_memory(self, dims: tuple[int, int]) -> None:

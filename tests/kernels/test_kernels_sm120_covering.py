@@ -189,9 +189,10 @@ def test_every_kind_of_kernel_and_of_operands_is_emulated() -> None:
     """A cell has no head dims. Together with the types, they decide which role dequantizes K and V, and so
     the product.
     """
-    from hopwell.kernels.warp_mma.common.lane_readers import LaneReaders
-    from hopwell.kernels.warp_mma.common.narrow_operands import NarrowOperands
-    from hopwell.kernels.warp_mma.common.row_loop import WarpOperands
+    from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantLeafOperands
+    from hopwell.kernels.warp_mma.common.narrow_operands import NarrowElements
+    from hopwell.kernels.warp_mma.common.operands import WideElements
+    from hopwell.kernels.warp_mma.common.products import WarpProducts
 
     kernels = [registry.build(config)[0] for config in COVERING_SM120_DECODE]
     for cell, dims in prefill_elsewhere():
@@ -199,9 +200,11 @@ def test_every_kind_of_kernel_and_of_operands_is_emulated() -> None:
         out = cell.out or ("bf16" if dtype == "e4m3" else dtype)
         config = Sm120PrefillConfig(ARCH, dtype, out, *dims, cell.mask, *CONTIGUOUS, kv_type=kv_type)
         kernels.append(registry.build(config)[0])
-    assert {type(kernel) for kernel in kernels} == classes_of_sm120(LaneReaders)
-    operands = {kernel.operands_type for kernel in kernels if kernel.config.family is Family.PREFILL}
-    assert operands == {WarpOperands, *classes_of_sm120(WarpOperands)} - {NarrowOperands}, "it has no values"
+    prefill = [kernel for kernel in kernels if kernel.config.family is Family.PREFILL]
+    elements = {kernel.elements for kernel in prefill}
+    assert elements == {WideElements, *classes_of_sm120(WideElements)} - {NarrowElements}, "it has no values"
+    products = {kernel.products.operands for kernel in kernels if kernel not in prefill}
+    assert products == classes_of_sm120(WarpProducts) | {DequantLeafOperands}
 
 
 def test_nothing_is_missing() -> None:

@@ -17,6 +17,7 @@ from cutlass import Int32, Int64
 from helpers.host_tree import HostNode, HostTree, SharedInts
 from helpers.lane_threads import Lanes, SchedulingWarp, device_tuple, host
 
+from hopwell.kernels import registry
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.config.decode import shipped_decode_configs
 from hopwell.kernels.config.mla import shipped_mla_configs
@@ -55,11 +56,8 @@ from hopwell.kernels.parts.partition.stream_k import (
 from hopwell.kernels.parts.partition.tiles import WorkTile
 from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange, TopkMask
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
-from hopwell.kernels.sm90.decode import leaf_tree as leaf_tree_module
-from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantSwapABDecodeSm90
-from hopwell.kernels.sm90.decode.leaf_tree import LeafTree
-from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
-from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
+from hopwell.kernels.sm90.decode import leaves as leaves_module
+from hopwell.kernels.sm90.decode.leaves import LeafTree
 from tests.kernels.test_kernels_scheduler import Memory
 
 pytestmark = pytest.mark.traced
@@ -310,20 +308,21 @@ def test_what_fits_into_the_cache_stays_there(more: int, memory: Memory, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("kernel", "shipped", "dims", "kv_type", "token_bytes"),
+    ("shipped", "dims", "kv_type", "token_bytes"),
     [
-        (SwapABDecodeSm90, shipped_decode_configs, (128, 128), KvType.WIDE, 2 * 128 * 2),
-        (SwapABDecodeSm90, shipped_decode_configs, (64, 64), KvType.WIDE, 2 * 64 * 2),
-        (DequantSwapABDecodeSm90, shipped_decode_configs, (128, 128), KvType.INT8, 2 * 128),
-        (SwapABMlaSm90, shipped_mla_configs, (576, 512), KvType.WIDE, 576 * 2),
+        (shipped_decode_configs, (128, 128), KvType.WIDE, 2 * 128 * 2),
+        (shipped_decode_configs, (64, 64), KvType.WIDE, 2 * 64 * 2),
+        (shipped_decode_configs, (128, 128), KvType.INT8, 2 * 128),
+        (shipped_mla_configs, (576, 512), KvType.WIDE, 576 * 2),
     ],
 )
 def test_as_many_leaves_stay_as_have_room(
-    kernel: Any, shipped: Any, dims: tuple[int, int], kv_type: KvType, token_bytes: int
+    shipped: Any, dims: tuple[int, int], kv_type: KvType, token_bytes: int
 ) -> None:
     wanted = (*dims, kv_type, True)
     config = next(c for c in shipped() if (c.head_dim_qk, c.head_dim_v, c.kv_type, c.has_tree) == wanted)
-    schedule = kernel(config)._schedule(None, None, None)
+    kernel, _ = registry.build(config)
+    schedule = kernel.schedule(None, None, None, None, None, None)
     leaf_bytes = schedule.chunk_tokens * token_bytes
     assert schedule.resident_leaves * leaf_bytes <= RESIDENT_BYTES < (schedule.resident_leaves + 1) * leaf_bytes
 
@@ -371,7 +370,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(tree_module, "_subtree_of", tree_module._subtree_of.__wrapped__)
     for name in ("_add_waiting", "wait", "leave", "leave_waiting", "rise", "combine", "_with_right"):
         monkeypatch.setattr(Tree, name, vars(Tree)[name].__wrapped__)
-    monkeypatch.setattr(leaf_tree_module, "LeftNodes", SimpleNamespace(none=Left))
+    monkeypatch.setattr(leaves_module, "LeftNodes", SimpleNamespace(none=Left))
     monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
     monkeypatch.setattr(HostTree, "state", state)
     return state

@@ -1,6 +1,6 @@
 """Base of attention kernels on all architectures: shared-memory tiles, edges and load warps."""
 
-from collections import namedtuple
+from dataclasses import replace
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -16,10 +16,11 @@ from hopwell.kernels.launch.arguments import Addresses
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct, global_pointer, shared_address
-from hopwell.kernels.parts.core.pipeline import Edge, barrier_count, create_rings
-from hopwell.kernels.parts.load.kv_rows import PageRows, TopkRows
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles, barrier_count, create_rings
+from hopwell.kernels.parts.load.kv_rows import PageRows
 from hopwell.kernels.parts.load.kv_source import ContiguousBoxes, KvOperand, KvSource, PageBoxes, PageColumnBoxes
 from hopwell.kernels.parts.partition.tiles import WorkQueue, WorkTile
+from hopwell.kernels.support import FAMILY_BUILDS
 
 DTYPES = {
     "nvfp4": cutlass.Float4E2M1FN,
@@ -31,7 +32,7 @@ SOURCES = {
     KvFetch.CONTIGUOUS: ContiguousBoxes,
     KvFetch.PAGE_BOXES: PageBoxes,
     KvFetch.PAGE_ROWS: PageRows,
-    KvFetch.TOPK_ROWS: TopkRows,
+    KvFetch.TOPK_ROWS: PageRows,
 }
 LOADERS = 2  # warps that load K and V
 
@@ -46,6 +47,7 @@ class SharedTiles:
     staging: Any
     loaded: tuple  # K and V as in global memory: the tiles above unless they are converted
     scales: tuple  # block scales of K and V beside their tiles, if loaders copy them
+    p: Any = None  # P [rows, keys, tiles], if it passes through shared memory
 
 
 class AttentionKernel:
@@ -54,6 +56,8 @@ class AttentionKernel:
     work_tile: type[WorkTile] = WorkTile  # type of the tiles that the scheduler publishes
     work_stages = WORK_STAGES
     staging_bytes = 0  # shared memory per storing warp, for its own use
+    p_tiles = 0  # tiles of P in shared memory, with rows of 128 bytes
+    more_bytes = 0  # shared memory for tiles without an edge
     step_tiles = 1  # K and V tiles per step
 
     def __init__(self, config: KernelConfig):
@@ -63,7 +67,7 @@ class AttentionKernel:
         # The element type for TMA: 8-bit elements travel in pairs, as 16-bit elements of half the number of columns.
         self.word = self.dtype if self.dtype.width == 16 else cutlass.BFloat16
         self.source = self.kv_source()
-        self.edges = self._edges()
+        self.edges = self._edges(Roles(self.roles))
         if self.shared_bytes > config.most_shared_bytes:
             raise ValueError(
                 f"{config.name} needs {self.shared_bytes} bytes of shared memory, {config.most_shared_bytes} are there"
@@ -77,9 +81,9 @@ class AttentionKernel:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory of a CTA: the stages of every edge, staging for the output, barriers."""
+        """Bytes of shared memory of a CTA: the stages of every edge, staging for the output, barriers, and others."""
         stages = sum(edge.stages * edge.stage_bytes for edge in self.edges)
-        return stages + self.storing_warps * self.staging_bytes + 8 * self._barriers
+        return stages + self.storing_warps * self.staging_bytes + self.more_bytes + 8 * self._barriers
 
     @property
     def _barriers(self) -> int:
@@ -100,9 +104,19 @@ class AttentionKernel:
         """Number of warps that write results."""
         raise NotImplementedError
 
-    def _edges(self) -> tuple[Edge, ...]:
-        """Return the edges Q, K, V and work, and any other edges of the kernel."""
+    @property
+    def roles(self) -> dict[str, int]:
+        """Number of warps of each role."""
         raise NotImplementedError
+
+    def _edges(self, roles: Roles) -> tuple[Edge, ...]:
+        """Return the edges q, k, v and work, and any other edges of the kernel."""
+        raise NotImplementedError
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether lanes of the load warps copy rows of K and V, instead of TMA."""
+        return issubclass(self.source, PageRows)
 
     @property
     def scale_bytes(self) -> tuple[int, int]:
@@ -112,33 +126,35 @@ class AttentionKernel:
             return 0, 0
         return tile.n * c.kv_element.scales_of(c.head_dim_qk), tile.n * c.kv_element.scales_of(c.head_dim_v)
 
-    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Return the overrides for the edge of K or V if lanes copy rows."""
-        return dict(producer_lanes=LANES, consumer_fences=True) if issubclass(self.source, PageRows) else {}
+    @property
+    def stage_bytes(self) -> tuple[int, int]:
+        """Bytes of a stage of K, and of V, with their block scales."""
+        sizes = zip(self.config.stage_columns, self.scale_bytes, strict=True)
+        k, v = (self.tile.n * columns * HALFWORD_BYTES + scales for columns, scales in sizes)
+        return k, v
 
-    def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
-        """Return the edges of K and V, which ``warps`` warps of the role ``consumer`` read."""
-        t, c = self.tile, self.config
-        sizes = [
-            t.n * columns * HALFWORD_BYTES + scales
-            for columns, scales in zip(c.stage_columns, self.scale_bytes, strict=True)
-        ]
-        return [
-            Edge(name, loader, consumer, stages, 1, warps, size, **self.kv_arrivals(name == "V"))
-            for name, loader, stages, size in zip("KV", ("load_k", "load_v"), t.loaded_stages, sizes, strict=True)
-        ]
+    def _kv_edges(self, roles: Roles, *readers: tuple[str, Reader]) -> list[Edge]:
+        """Return the edges from the load warps to the role that reads K, and to the role that reads V."""
+        edges = []
+        for i, (name, (consumer, reader)) in enumerate(zip(("k", "v"), readers, strict=True)):
+            arrivals = reader.arrivals(
+                copies_rows=self.copies_rows, writes_zeros=name == "v", copies_scales=self.config.copies_scales
+            )
+            stages, size = self.tile.loaded_stages[i], self.stage_bytes[i]
+            edges.append(roles.edge(name, f"load_{name}", consumer, stages, size, **arrivals))
+        return edges
 
-    def _work_edge(self, warps: int) -> Edge:
-        """Return the work queue's edge, which leads from the scheduler to ``warps`` other warps."""
+    def _work_edge(self, roles: Roles, producer: str = "schedule") -> Edge:
+        """Return the work queue's edge to all other warps that read it."""
         size = work_queue_stride(self.work_tile.INTS) * 4
-        return Edge("work", "schedule", "all others", self.work_stages, 1, warps, size, consumer_lanes=LANES)
+        return roles.edge("work", producer, "all others", self.work_stages, size, consumer_lanes=LANES)
 
     def _kv_atom(self, address, head_dim, heads, sizes, strides):
         """Return the TMA atom that the KV source issues, or None if it issues none."""
         (pages, rows), (page, head, row) = sizes, strides
         if const_expr(self.source is ContiguousBoxes):
             return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
-        if const_expr(issubclass(self.source, PageRows)):
+        if const_expr(self.copies_rows):
             return None
         slots = pages * (page // head)
         if const_expr(self.source is PageColumnBoxes):
@@ -172,24 +188,28 @@ class AttentionKernel:
         return k, v
 
     def _allocate(self, smem):
-        """Allocate the tiles, rings, work queue and the loaders' barriers for zeroed rows.
-
-        Rings are named after their edges. The ring of the work queue is part of the work queue.
-        """
+        """Allocate the tiles, rings, work queue and the loaders' barriers for zeroed rows."""
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._work_queue_layout(), copy.VECTOR_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)
-        rings = dict(zip([edge.field for edge in self.edges], create_rings(barriers, self.edges), strict=True))
-        work_queue = WorkQueue(slots, rings.pop("work"), self.work_tile)
-        return tiles, namedtuple("Rings", rings)(**rings), work_queue, barriers + barrier_count(self.edges)
+        rings = create_rings(barriers, self.edges)
+        work_queue = WorkQueue(slots, rings.work, self.work_tile)
+        return tiles, rings, work_queue, barriers + barrier_count(self.edges)
 
     def _work_queue_layout(self):
         """Return a layout whose slots are 16-byte aligned, so that a vector load of one slot never touches the next."""
         ints = self.work_tile.INTS
         return cute.make_layout((ints, self.work_stages), stride=(1, work_queue_stride(ints)))
 
+    def _allocate_p(self, smem) -> Any:
+        # Columns of 128 bytes; the results of 8-bit elements may use half of them.
+        columns = copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, columns, self.p_tiles)
+        return smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
+
     def _allocate_tiles(self, smem) -> SharedTiles:
         c, t = self.config, self.tile
+        p = self._allocate_p(smem) if const_expr(self.p_tiles > 0) else None
         columns_first, per_word = self.source.columns_first, 16 // self.dtype.width
         layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns * per_word, t.q_stages)]
         layouts += [
@@ -209,20 +229,26 @@ class AttentionKernel:
             sizes = [stages * size for stages, size in zip(t.loaded_stages, self.scale_bytes, strict=True)]
             scales = tuple([smem.allocate(size, copy.VECTOR_BYTES) for size in sizes])
         key = tensors[1] if const_expr(c.transposes_v) else tensors[-2]
-        return SharedTiles(tensors[0], key, tensors[-1], staging, loaded=tuple(tensors[1:3]), scales=scales)
+        return SharedTiles(tensors[0], key, tensors[-1], staging, loaded=tuple(tensors[1:3]), scales=scales, p=p)
 
     def set_registers(self, wanted: int) -> None:
-        """Set the registers per thread of this warpgroup to ``wanted``."""
+        """Set the registers per thread of this warpgroup to ``wanted``, if the target can.
+
+        On sm_120 ptxas gives threads at most the registers of the launch, and fewer if they need fewer. The total may
+        then be smaller than the roles request, and such a kernel would hang.
+        """
+        if self.config.target in FAMILY_BUILDS.values():
+            return
         more = wanted > self.config.launch_registers
         change = cute.arch.setmaxregister_increase if more else cute.arch.setmaxregister_decrease
         change(wanted)
 
     @cute.jit
-    def begin(self, warp, atoms, partial_barriers) -> None:
+    def begin(self, warp, atoms, zeroing_barriers) -> None:
         """Run the common start of every kernel: loader barriers, TMA descriptors, wait for the previous grid."""
         if cute.arch.thread_idx()[0] == 0:
             for loader in cutlass.range_constexpr(LOADERS):
-                cute.arch.mbarrier_init(partial_barriers + loader, 1)
+                cute.arch.mbarrier_init(zeroing_barriers + loader, 1)
             cute.arch.mbarrier_init_fence()
         for index, atom in atoms:
             if const_expr(atom is not None):
@@ -258,19 +284,25 @@ class AttentionKernel:
                         head += 1
         ring.fill_rest(step)
 
+    def divided(self, operand: KvOperand) -> KvOperand:
+        """Divide the page strides for sources that load boxes, while the load warp waits for its first work tile."""
+        if const_expr(issubclass(self.source, PageBoxes)):
+            operand = replace(operand, page_slots=operand.slots_of_page())
+        return operand
+
     @cute.jit
-    def load_kv(self, atom, shared, ring, partial_barrier, work_queue, operand: KvOperand):
+    def load_kv(self, atom, shared, ring, zeroing_barrier, work_queue, operand: KvOperand):
         """Fill the stages of K or V for every work tile; ``shared`` is the address of the first stage.
 
-        A tile that needs zeroed rows uses ``partial_barrier``.
+        A tile that needs zeroed rows uses ``zeroing_barrier``.
         """
         descriptor = copy.tma_descriptor(atom) if const_expr(atom is not None) else None
-        step, work, partials = Int32(0), Int32(0), Int32(0)
+        step, work, zeroed = Int32(0), Int32(0), Int32(0)
         tile = work_queue.read(work)
         while tile.exists:
             source = self.source.create(operand, tile, descriptor, shared, self.tile.n, self.config.box_rows)
             first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
-            step, partials = source.load(first, end, ring, step, partial_barrier, partials)
+            step, zeroed = source.load(first, end, ring, step, zeroing_barrier, zeroed)
             work += 1
             tile = work_queue.read(work)
 

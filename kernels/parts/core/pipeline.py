@@ -1,9 +1,10 @@
-"""Producer-consumer edges over mbarriers, declared as data.
+"""Warp roles of a kernel, and the producer-consumer edges between them over mbarriers, declared as data.
 
-A kernel lists its edges once. The list creates and initialises the barriers, and gives the size of their shared memory.
-It also checks arrive counts against the warps of each role, and prints itself for documentation.
+A kernel lists its roles and its edges once. Arrive counts follow from the warps of the roles. The list of edges creates
+and initialises the barriers, gives the size of their shared memory, and prints itself for documentation.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.device import device_struct
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A ring of ``stages`` buffers that ``producer`` fills and ``consumer`` empties.
+    """A ring of ``stages`` buffers that ``producer`` fills and ``consumer`` empties. ``name`` is a field of Rings.
 
     Arrivals are counted in threads. One arrival per warp is enough, because the warp synchronises before it arrives.
     Every lane arrives if lanes read or write the stage with their own instructions, for two reasons. compute-sanitizer
@@ -58,10 +60,62 @@ class Edge:
     def barriers(self) -> int:
         return 2 * self.stages
 
-    @property
-    def field(self) -> str:
-        """Name of the edge's ring among a kernel's rings."""
-        return self.name.lower().replace(" ", "_")
+
+class Reader(enum.Enum):
+    """Readers of tiles of K and V, which decide the arrive counts of the edge."""
+
+    TENSOR_CORES = enum.auto()
+    LANES = enum.auto()  # lanes of warps, each of which arrives
+    SYNCED_LANES = enum.auto()  # lanes of warps that synchronise before they release a stage
+    BOTH = enum.auto()  # tensor cores, and lanes that load an operand into registers
+
+    def arrivals(self, *, copies_rows: bool, writes_zeros: bool, copies_scales: bool = False) -> dict[str, Any]:
+        """Return the arrivals of an edge of K or V, as arguments of :meth:`Roles.edge`.
+
+        ``copies_rows`` tells whether lanes of the load warp copy rows, instead of TMA. ``writes_zeros`` tells whether
+        they write zeros for hidden keys. Lanes that read a stage have to see these writes without a proxy fence, so
+        all lanes of the load warp arrive. ``copies_scales`` tells whether lanes copy block scales beside the tile.
+        """
+        by_lanes = self is not Reader.TENSOR_CORES
+        producer_lanes = LANES if copies_rows or (writes_zeros and by_lanes) else 1
+        copying_lanes = LANES if copies_scales and not copies_rows else 0
+        every_lane = {
+            Reader.TENSOR_CORES: False,
+            Reader.LANES: True,
+            Reader.SYNCED_LANES: max(producer_lanes, copying_lanes) > 1,
+            Reader.BOTH: True,
+        }[self]
+        return dict(
+            producer_lanes=producer_lanes,
+            consumer_lanes=LANES if every_lane else 1,
+            copying_lanes=copying_lanes,
+            consumer_fences=copies_rows and self in (Reader.TENSOR_CORES, Reader.BOTH),
+        )
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Number of warps of each role of a kernel, by name."""
+
+    warps: dict[str, int]
+
+    def edge(self, name: str, producer: str, consumer: str, stages: int, stage_bytes: int = 0, **arrivals: Any) -> Edge:
+        """Return the edge from one role to another. ``arrivals`` are fields of :class:`Edge`."""
+        return Edge(
+            name,
+            producer,
+            consumer,
+            stages,
+            self._of(name, producer),
+            self._of(name, consumer),
+            stage_bytes,
+            **arrivals,
+        )
+
+    def _of(self, edge: str, role: str) -> int:
+        if role not in self.warps:
+            raise ValueError(f"edge {edge}: no warps play the role {role!r}; roles are {sorted(self.warps)}")
+        return self.warps[role]
 
 
 def barrier_count(edges: Sequence[Edge]) -> int:
@@ -75,16 +129,6 @@ def describe(edges: Sequence[Edge]) -> str:
         f"({e.consumer_warps} warps), {e.stages} stage{'s' * (e.stages > 1)} of {e.stage_bytes} bytes"
         for e in edges
     )
-
-
-def check_arrivals(edges: Sequence[Edge], warps: dict[str, int]) -> None:
-    """Refuse edges whose arrive counts differ from the warps of the role: such a kernel would hang."""
-    for e in edges:
-        for role, count in ((e.producer, e.producer_warps), (e.consumer, e.consumer_warps)):
-            if role not in warps:
-                raise ValueError(f"edge {e.name}: no warps play the role {role!r}; roles are {sorted(warps)}")
-            if warps[role] != count:
-                raise ValueError(f"edge {e.name}: {role} has {warps[role]} warps but {count} arrivals are expected")
 
 
 @device_struct
@@ -152,9 +196,33 @@ class Ring:
             cute.arch.mbarrier_arrive(self.empty + self.stage(step))
 
 
+@device_struct
+class Rings:
+    """Rings of a kernel by the name of their edge, and None for edges that the kernel does not have.
+
+    K and V of MLA are the left and right halves of a key. Loaded and converted tiles are the tiles before and after
+    dequantization or a transpose, see each kernel's edges.
+    """
+
+    q: Ring
+    k: Ring
+    v: Ring
+    work: Ring
+    loaded_k: Ring | None = None
+    loaded_v: Ring | None = None
+    converted_k: Ring | None = None
+    converted_v: Ring | None = None
+    partial: Ring | None = None
+    leaf: Ring | None = None
+    s: Ring | None = None
+    p: Ring | None = None
+    factor: Ring | None = None
+    o: Ring | None = None
+
+
 @cute.jit
-def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
-    """Initialise the barriers in one thread of the CTA, and return one Ring per edge. The caller synchronises."""
+def create_rings(barriers, edges: cutlass.Constexpr) -> Rings:
+    """Initialise the barriers in one thread of the CTA, and return the rings. The caller synchronises."""
     rings, offset = [], 0
     for edge in edges:
         full, empty = barriers + offset, barriers + (offset + edge.stages)
@@ -167,4 +235,4 @@ def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
                 cute.arch.mbarrier_init(ring.full + stage, edge.full_arrivals)
                 cute.arch.mbarrier_init(ring.empty + stage, edge.consumer_warps * edge.consumer_lanes)
         cute.arch.mbarrier_init_fence()
-    return tuple(rings)
+    return Rings(**{edge.name: ring for edge, ring in zip(edges, rings, strict=True)})

@@ -17,7 +17,7 @@ from hopwell.kernels.elements import SCALE_COLUMNS
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.dequant.eight_bit import dequantized_words
-from hopwell.kernels.parts.load.kv_rows import PageRows, TopkRows
+from hopwell.kernels.parts.load.kv_rows import PageRows
 from hopwell.kernels.parts.load.kv_source import KvOperand
 
 LANES_PER_ROW = BLOCK_COLUMNS // copy.VECTOR_BYTES  # lanes per row; each copies 16 bytes of a column block
@@ -133,11 +133,3 @@ class DequantizedPageRows(PageRows):
                 at = place + self._block(block)
                 copy.store_shared(at, wide[:4])
                 copy.store_shared(at ^ copy.VECTOR_BYTES, wide[4:])
-
-
-@dataclass
-class DequantizedTopkRows(DequantizedPageRows, TopkRows):
-    """Dequantized row copies for top-k indices: the table holds tokens instead of pages, like :class:`TopkRows`."""
-
-
-DEQUANTIZED = {PageRows: DequantizedPageRows, TopkRows: DequantizedTopkRows}

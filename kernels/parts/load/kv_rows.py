@@ -17,11 +17,11 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import load_index
-from hopwell.kernels.parts.load.kv_source import KvOperand, PagedSource
+from hopwell.kernels.parts.load.kv_source import KvOperand, KvSource, RequestPages
 
 
 @dataclass
-class PageRows(PagedSource):
+class PageRows(KvSource):
     """Paged KV source with row copies: eight lanes copy 128 adjacent bytes of a row.
 
     The same lanes then copy the row's other column blocks. The addresses of these blocks differ by constants, so each
@@ -30,6 +30,8 @@ class PageRows(PagedSource):
     Unneeded rows, and vectors past the end of a row, are filled with zeros by the same copies.
     """
 
+    pages: RequestPages
+    topk: bool  # whether the table has the tokens of a top-k list, from any page; a negative entry names none
     head: Int64  # address of the head's elements in page 0
     page_bytes: Int64
     row_bytes: Int64
@@ -45,7 +47,8 @@ class PageRows(PagedSource):
         tile_vectors = -(-operand.depth // BLOCK_COLUMNS) * copy.VECTORS_PER_ROW
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
-            **cls._paged(operand, tile),
+            pages=RequestPages.of(operand, tile),
+            topk=operand.topk,
             head=operand.address + HALFWORD_BYTES * operand.head * tile.kv_head,
             page_bytes=HALFWORD_BYTES * operand.page,
             row_bytes=HALFWORD_BYTES * operand.row,
@@ -67,7 +70,7 @@ class PageRows(PagedSource):
         return math.gcd(copy.VECTORS_PER_ROW, self.tile_vectors)
 
     @cute.jit
-    def load(self, first, end, ring, step, partial_barrier, partials):
+    def load(self, first, end, ring, step, zeroing_barrier, zeroed):
         # The table is read one tile ahead: its entries arrive while the copies of the previous tile are issued.
         entries = self.read_table(end - 1)
         for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
@@ -78,7 +81,7 @@ class PageRows(PagedSource):
                 self.scales.copy(pages, n, ring.stage(step))
             self.copy_rows(addresses, ring.stage(step), ring.full_barrier(step))
             step += 1
-        return step, partials
+        return step, zeroed
 
     def _keys(self, tile) -> list:
         """Return row 32 * i + lane of this warp's rows, for each i."""
@@ -93,14 +96,14 @@ class PageRows(PagedSource):
     def _entry(self, key):
         entry = Int32(-1)
         if key >= self.first_key and key < self.end_key:
-            entry = load_index(self.table, self._index(key))
+            entry = load_index(self.pages.address, self._index(key))
         if const_expr(self.drafts is not None):
             entry = Int32(-1) if self.drafts.hides(key) else entry
         return entry
 
     def _index(self, key):
         """Return the index of a token's table entry."""
-        return self.pages.split(key)[0]
+        return key if self.topk else self.pages.size.split(key)[0]
 
     def locate(self, tile, entries) -> list:
         """Return the addresses of the rows of :meth:`_keys`; the address of an unneeded row is 0."""
@@ -116,7 +119,7 @@ class PageRows(PagedSource):
 
     def _place(self, entry, key):
         """Return (page, row within it) of a token."""
-        return entry, self.pages.split(key)[1]
+        return self.pages.size.split(entry) if self.topk else (entry, self.pages.size.split(key)[1])
 
     @cute.jit
     def copy_rows(self, addresses, stage, barrier) -> None:
@@ -149,14 +152,3 @@ class PageRows(PagedSource):
                 wanted = wanted and vector < self.vectors - c
             offset = self.vector_place(0, 0, c // copy.VECTORS_PER_ROW, c % copy.VECTORS_PER_ROW)
             copy.async_copy_or_zero(target + offset, source + c * copy.VECTOR_BYTES, wanted)
-
-
-@dataclass
-class TopkRows(PageRows):
-    """Row copies for top-k indices: the table holds tokens instead of pages. A negative entry names none."""
-
-    def _index(self, key):
-        return key
-
-    def _place(self, entry, key):
-        return self.pages.split(entry)

@@ -58,6 +58,7 @@ class KvOperand:
     stage_columns: int | None = None  # columns of space in a stage; None: ``columns``
     page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
     draft_rows: DraftRows | None = None  # the draft mask, if the kernel has one
+    topk: bool = False  # whether the table has the tokens of top-k lists instead of pages
 
     def cache_policy(self, tile):
         """Return the L2 eviction policy of a work tile's rows.
@@ -155,15 +156,15 @@ class KvSource:
         return base + row_address * self.shared_row + vector * copy.VECTOR_BYTES
 
     @cute.jit
-    def load(self, first, end, ring, step, partial_barrier, partials):
+    def load(self, first, end, ring, step, zeroing_barrier, zeroed):
         """Fill stages with tiles [first, end), from right to left. Called by a whole warp.
 
-        ``step`` counts all tiles, and ``partials`` counts partial tiles. Both are returned with their new values.
+        ``step`` counts all tiles, and ``zeroed`` tiles with zeroed rows. Both are returned with their new values.
         """
-        return self.fill_down(self.locate, end - 1, first - 1, ring, step, partial_barrier, partials)
+        return self.fill_down(self.locate, end - 1, first - 1, ring, step, zeroing_barrier, zeroed)
 
     @cute.jit
-    def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, partial_barrier, partials):
+    def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, zeroing_barrier, zeroed):
         """Fill stages with tiles from ``tile`` down to ``stop`` + 1; ``locate`` finds each tile.
 
         Tiles that need no zeros have their own loop. In a common loop, each tile takes 17 more instructions.
@@ -172,15 +173,15 @@ class KvSource:
             pages = self.scale_pages(tile)
             for n in cutlass.range(tile, stop, -1, unroll=1):
                 location = self.claim(locate, n, ring, step)
-                partials = self.fill(location, n, ring, step, partial_barrier, partials, pages)
+                zeroed = self.fill(location, n, ring, step, zeroing_barrier, zeroed, pages)
                 pages = self.scale_pages(n - 1)  # while the next stage is not free
                 step += 1
         else:
             while tile > stop:
                 last = stop
-                if self._is_partial(tile):
+                if self._needs_zeros(tile):
                     location = self.claim(locate, tile, ring, step)
-                    partials = self.fill(location, tile, ring, step, partial_barrier, partials)
+                    zeroed = self.fill(location, tile, ring, step, zeroing_barrier, zeroed)
                     step += 1
                     last = tile - 1
                 else:
@@ -193,7 +194,7 @@ class KvSource:
                         ring.fill_rest(step)
                         step += 1
                 tile = last
-        return step, partials
+        return step, zeroed
 
     def claim(self, locate, tile, ring, step):
         """Return the location of a tile, once its stage is free."""
@@ -209,11 +210,11 @@ class KvSource:
         """Issue the copies of a tile's scales from ``pages``. ``hidden`` is the result of :meth:`hidden_rows`."""
         self.scales.copy(pages, tile, stage)
 
-    def _is_partial(self, tile):
+    def _needs_zeros(self, tile):
         """Whether some rows of ``tile`` have to be zeroed."""
         begin = tile * self.tile_n
-        partial = self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
-        return partial if self.drafts is None else partial | self.drafts.overlap(begin + self.tile_n)
+        at_ends = self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
+        return at_ends if self.drafts is None else at_ends | self.drafts.overlap(begin + self.tile_n)
 
     @cute.jit
     def _copy_tile_scales(self, location, pages, tile, stage) -> None:
@@ -235,24 +236,24 @@ class KvSource:
         return [] if self.drafts is None else self.drafts.of_tile(tile * self.tile_n, self.tile_n)
 
     @cute.jit
-    def fill(self, location, tile, ring, step, partial_barrier, partials, pages=()):
-        """Fill the ring's stage with ``tile`` and its scales from ``pages``, and return the new count of partial tiles.
+    def fill(self, location, tile, ring, step, zeroing_barrier, zeroed, pages=()):
+        """Fill the ring's stage with ``tile`` and its scales from ``pages``, and return the new count of zeroed tiles.
 
         A tile with rows that must be zeroed first completes on a separate barrier. TMA must have written the rows
         before some are overwritten with zeros, and consumers must not see the tile before that.
         """
-        barrier, partial = ring.full_barrier(step), self._is_partial(tile)
-        if partial:
-            barrier = partial_barrier
+        barrier, needs_zeros = ring.full_barrier(step), self._needs_zeros(tile)
+        if needs_zeros:
+            barrier = zeroing_barrier
         self._expect(barrier)
         self.fetch(location, ring.stage(step), barrier)
         if const_expr(self.scales is not None):
             self._copy_tile_scales(location, pages, tile, ring.stage(step))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
-        if partial:
+        if needs_zeros:
             hidden = self.hidden_rows(tile)  # while the tile is in flight
-            cute.arch.mbarrier_wait(partial_barrier, partials & 1)
-            partials += 1
+            cute.arch.mbarrier_wait(zeroing_barrier, zeroed & 1)
+            zeroed += 1
             # A row range is empty if the first or the last needed key is in another tile.
             begin = tile * self.tile_n
             self.zero_hidden(ring.stage(step), hidden)
@@ -262,7 +263,7 @@ class KvSource:
                 cute.arch.mbarrier_arrive(ring.full_barrier(step))
         else:
             ring.fill_rest(step)
-        return partials
+        return zeroed
 
     def _expect(self, barrier) -> None:
         with cute.arch.elect_one():
@@ -312,24 +313,25 @@ class ContiguousBoxes(KvSource):
                 copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)
 
 
-@dataclass
-class PagedSource(KvSource):
-    table: Int64  # address of the request's page ids
-    pages: Any  # the page size, see page_size.py
+@device_struct
+class RequestPages:
+    """The page table of a request."""
+
+    address: Int64  # of the request's page ids
+    size: Any  # the page size, see page_size.py
 
     @staticmethod
-    def _paged(operand: KvOperand, tile) -> dict[str, Any]:
-        table = operand.table + 4 * operand.table_row * tile.request.index
-        return dict(table=table, pages=operand.pages)
+    def of(operand: KvOperand, tile) -> "RequestPages":
+        return RequestPages(operand.table + 4 * operand.table_row * tile.request.index, operand.pages)
 
     def lookup(self, key):
         """Return (page, row within the page) of a token."""
-        page, row = self.pages.split(key)
-        return load_index(self.table, page), row
+        page, row = self.size.split(key)
+        return load_index(self.address, page), row
 
 
 @dataclass
-class PageBoxes(PagedSource):
+class PageBoxes(KvSource):
     """Paged KV source with TMA boxes of ``box_rows`` tokens and all columns.
 
     A page of 16 x 128 takes one instruction for 4 KiB.
@@ -339,6 +341,7 @@ class PageBoxes(PagedSource):
     stride must therefore be a multiple of the head stride.
     """
 
+    pages: RequestPages
     slots_per_page: Int32  # page stride / head stride
     box_rows: int
 
@@ -348,7 +351,7 @@ class PageBoxes(PagedSource):
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageBoxes":
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
-            **cls._paged(operand, tile),
+            pages=RequestPages.of(operand, tile),
             slots_per_page=operand.slots_of_page() if operand.page_slots is None else operand.page_slots,
             box_rows=box_rows,
         )
@@ -358,7 +361,7 @@ class PageBoxes(PagedSource):
         return self.tile_n // self.box_rows
 
     @cute.jit
-    def load(self, first, end, ring, step, partial_barrier, partials):
+    def load(self, first, end, ring, step, zeroing_barrier, zeroed):
         # One lookup serves all tiles for which the warp has enough lanes. Loaders share schedulers with the softmax
         # warps: 96 fewer instructions per tile made steps 1 % shorter (H200, 2026-11-22).
         tiles = LANES // self.boxes
@@ -371,8 +374,8 @@ class PageBoxes(PagedSource):
                 return cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(core_matrices, lane), scales, first
 
             stop = cutlass.max(last - tiles, first - 1)
-            step, partials = self.fill_down(locate, last, stop, ring, step, partial_barrier, partials)
-        return step, partials
+            step, zeroed = self.fill_down(locate, last, stop, ring, step, zeroing_barrier, zeroed)
+        return step, zeroed
 
     def locate(self, tile):
         """Return (slot, core matrix of rows, address of the scales) of box i in lane i.
@@ -384,7 +387,7 @@ class PageBoxes(PagedSource):
         """
         key = tile * self.tile_n + cute.arch.lane_idx() * self.box_rows
         first_box = self.first_key // self.box_rows * self.box_rows
-        page, row = self.lookup(cutlass.max(cutlass.min(key, self.end_key - 1), first_box))
+        page, row = self.pages.lookup(cutlass.max(cutlass.min(key, self.end_key - 1), first_box))
         scales = None
         if const_expr(self.scales is not None):
             scales = self.scales.of_box(page, row // self.box_rows * self.box_rows)
@@ -422,7 +425,7 @@ class PageBoxes(PagedSource):
 
         For page sizes that are powers of two, a box below the maximum height for tiles is as tall as the page.
         """
-        return isinstance(self.pages, EvenPages) and self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
+        return isinstance(self.pages.size, EvenPages) and self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
 
     def load_box(self, box, slot, core_matrix, barrier) -> None:
         corner = (0, 0) if self.columns <= BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a core matrix, all columns

@@ -16,7 +16,7 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch, example_arguments
-from hopwell.kernels.parts.core.pipeline import Edge, check_arrivals
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.partition.tiles import TileSchedule, WorkTile
 from hopwell.kernels.parts.rows.mask import mask_type
@@ -46,14 +46,14 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         warp 15           load_q      work tiles (the query rows, the keys and their locations) and their Q tiles
 
     Edges (``PrefillSm100(config).edges``); edges of query tiles have one stage per tile, factor has two
-        Q       load_q -> mma            released when the last S of the work tile has been computed
-        K       load_k -> mma            released when both S have been computed
-        V       load_v -> mma            released when both products have been added to O
+        q       load_q -> mma            released when the last S of the work tile has been computed
+        k       load_k -> mma            released when both S have been computed
+        v       load_v -> mma            released when both products have been added to O
         work    load_q -> all others     released as soon as it has been read
-        S       mma -> softmax           released when the first columns of P have replaced it
-        P       softmax -> mma           full when all columns of P have been written
+        s       mma -> softmax           released when the first columns of P have replaced it
+        p       softmax -> mma           full when all columns of P have been written
         factor  softmax -> correction    factors of the rows of O, step by step; the last one normalises
-        O       mma -> correction        full when it is complete; released before every product, when O has been
+        o       mma -> correction        full when it is complete; released before every product, when O has been
                                          corrected or stored and may be added to
 
     Steady state: one step of both query tiles, 0 and 1. A product of one tile overlaps the softmax of the other.
@@ -70,28 +70,27 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     # With one stage ptxas keeps the tile values that correction has read in registers, and spills 8 of 64 at head dim
     # 64.
     work_stages = 2
+    more_bytes = copy.VECTOR_BYTES  # the address of tensor memory, and the query tiles' flags of P
     staging_bytes = HALFWORD_BYTES * LaneRow.warp_rows * LaneRow.pass_columns
 
     @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of a CTA, with a slot for the address of tensor memory and the query tiles' flags of
-        P."""
-        return super().shared_bytes + copy.VECTOR_BYTES
+    def roles(self) -> dict[str, int]:
+        loads = {"load_k": 1, "load_v": 1, "load_q": 1}
+        return {**loads, "mma": 1, "softmax": 4, "correction": 4, "all others": 15}
 
-    def _edges(self) -> tuple[Edge, ...]:
+    def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         c, t = self.config, self.tile
-        roles = {"load_k": 1, "load_v": 1, "load_q": 1, "mma": 1, "softmax": 4, "correction": 4, "all others": 15}
-        edges = (
-            Edge("Q", "load_q", "mma", t.q_stages, 1, 1, self.q_rows * c.q_columns * HALFWORD_BYTES),
-            *self._kv_edges("mma", 1),
-            self._work_edge(15),
-            Edge("S", "mma", "softmax", Q_TILES, 1, 4, 0),
-            Edge("P", "softmax", "mma", Q_TILES, 4, 1, 0),
-            Edge("factor", "softmax", "correction", 2 * Q_TILES, 4, 4, FACTOR_BYTES, LANES, LANES),
-            Edge("O", "mma", "correction", Q_TILES, 1, 4, 0),
+        return (
+            roles.edge("q", "load_q", "mma", t.q_stages, self.q_rows * c.q_columns * HALFWORD_BYTES),
+            *self._kv_edges(roles, *[("mma", Reader.TENSOR_CORES)] * 2),
+            self._work_edge(roles, "load_q"),
+            roles.edge("s", "mma", "softmax", Q_TILES),
+            roles.edge("p", "softmax", "mma", Q_TILES),
+            roles.edge(
+                "factor", "softmax", "correction", 2 * Q_TILES, FACTOR_BYTES, producer_lanes=LANES, consumer_lanes=LANES
+            ),
+            roles.edge("o", "mma", "correction", Q_TILES),
         )
-        check_arrivals(edges, {**roles, "schedule": 1})
-        return edges
 
     @cute.kernel
     def kernel(
@@ -107,7 +106,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         skip_softmax: Float32,
     ):
         smem = cutlass.memory.SmemAllocator()
-        tiles, rings, work_queue, partial_barriers = self._allocate(smem)
+        tiles, rings, work_queue, zeroing_barriers = self._allocate(smem)
         factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.VECTOR_BYTES))
         words = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
         slot, pending = words, words + 4
@@ -115,7 +114,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == MMA_WARP:
             tmem.allocate(slot)
-        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
+        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), zeroing_barriers)
         fill_padding(addresses, geometry)
         tmem.after_signal()
         tensor_memory = shared_array(Int32, slot)[0]
@@ -159,10 +158,10 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
                 Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, shared_address(tiles.k.iterator), rings.k, partial_barriers, work_queue, key)
+                self.load_kv(k_atom, shared_address(tiles.k.iterator), rings.k, zeroing_barriers, work_queue, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                self.load_kv(v_atom, shared_address(tiles.v.iterator), rings.v, partial_barriers + 1, work_queue, value)
+                self.load_kv(v_atom, shared_address(tiles.v.iterator), rings.v, zeroing_barriers + 1, work_queue, value)
             if warp == Q_WARP:
                 parts = (geometry, addresses, mask, self.tile.n, TileShape.of(1, self.tile.m))
                 LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, rings.q).publish(work_queue)

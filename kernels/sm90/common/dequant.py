@@ -21,6 +21,7 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct, prmt, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.core.kernel import SharedTiles
+from hopwell.kernels.parts.core.pipeline import Reader
 from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.dequant.eight_bit import dequantized_words
 from hopwell.kernels.parts.load.block_scales import ScaleRows
@@ -55,7 +56,7 @@ class Converter:
 
     def show(self, step) -> None:
         """Signal the converted tile of ``step`` to its consumers."""
-        if const_expr(self.kernel.products_read_shared):
+        if const_expr(self.kernel.reader is Reader.TENSOR_CORES):
             # The tensor cores read these writes through another proxy.
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
@@ -265,7 +266,7 @@ class TransposingConverter(Converter):
         self.source_ring.wait_full(step)
         self.target_ring.wait_empty(step)
         source = self.source + self.source_ring.stage(step) * (n * config.columns[1] * HALFWORD_BYTES)
-        target = self.target + self.target_ring.stage(step) * config.converted_bytes["V"]
+        target = self.target + self.target_ring.stage(step) * config.converted_bytes["v"]
         for vector in cutlass.range(warp_in_warpgroup(), vectors, WARPS, unroll=1):
             self._transpose(source, target, vector)
         self.hand_over(step)

@@ -1,12 +1,22 @@
 """Hopper decode of few rows over 8-bit or 4-bit caches: ``swap_ab.py`` with operands dequantized in registers.
 
+The kernel has the roles and edges of ``SwapABDecodeSm90``. Each warp of attend computes Q K^T for 16 keys of each tile.
+After all warps have exchanged P, each computes P V over all keys for 16 of every 64 columns. Q is released when it is
+in registers, and K and V when half of the stages have been multiplied.
+
 Tiles have at most half of the bytes of 16-bit tiles. Every warp issues its own mma.sync, where wgmma needs a few
 instructions for the whole warpgroup. So two CTAs share an SM, each with half of its registers and shared memory. While
 one waits for memory, the other dequantizes.
+
+Steady state: memory is the limit. A leaf is four tiles, A to D.
+
+    memory         |  K of A', B'  |  K of C', D'  |     the other CTA's     |  V of A', B'  |  V of C', D'  | ...
+    this CTA       | S(A), S(B) | S(C), S(D) | softmax, P | O = P V (A, B) | O += P V (C, D) | nodes |   waits
+    the other CTA  |    waits     | S(A), S(B) | S(C), S(D) | softmax, P | O = P V (A, B) | O += P V (C, D) | ...
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -18,49 +28,20 @@ from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import shared_address, warp_in_warpgroup
+from hopwell.kernels.parts.core.device import device_struct, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
-from hopwell.kernels.parts.core.kernel import example_arguments
-from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
+from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
+from hopwell.kernels.parts.core.pipeline import Reader
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, accumulate, place_in_warp
 from hopwell.kernels.parts.dequant.eight_bit import of_two_keys
 from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.parts.rows.softmax import HalfLeafSoftmax
+from hopwell.kernels.sm90.decode.base import argument_types
 from hopwell.kernels.sm90.decode.dequant_products import BLOCK_BYTES, DequantProducts, padded
-from hopwell.kernels.sm90.decode.kernel import argument_types
-from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafTiles, SwapABDecodeSm90
+from hopwell.kernels.sm90.decode.leaves import row_factors, write_weights
+from hopwell.kernels.sm90.decode.swap_ab import LeafProducts, SwapABDecodeSm90
 
 MOST_COLUMNS = 256  # of K, in the tiles whose products a warp computes at a time; more do not fit in registers
-
-
-class DequantSwapABDecodeSm90(SwapABDecodeSm90):
-    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
-
-    Warp roles
-        as in SwapABDecodeSm90. Each warp of attend computes Q K^T for 16 keys of each tile. After all warps have
-        exchanged P, each computes P V over all keys for 16 of every 64 columns.
-
-    Edges
-        Q       load_q -> attend      released when Q is in registers
-        K       load_k -> attend      released when half of the stages have been multiplied
-        V       load_v -> attend      released when half of the stages have been multiplied
-        work    schedule -> all       released as soon as it has been read
-
-    Steady state: memory is the limit. A leaf is four tiles, A to D.
-
-        memory         |  K of A', B'  |  K of C', D'  |     the other CTA's     |  V of A', B'  |  V of C', D'  | ...
-        this CTA       | S(A), S(B) | S(C), S(D) | softmax, P | O = P V (A, B) | O += P V (C, D) | nodes |   waits
-        the other CTA  |    waits     | S(A), S(B) | S(C), S(D) | softmax, P | O = P V (A, B) | O += P V (C, D) | ...
-    """
-
-    @property
-    def weights_dtype(self) -> type:
-        return Float16
-
-    def softmax(self, scale) -> HalfLeafSoftmax:
-        return HalfLeafSoftmax.create(scale, self.tile.m // QUAD)
-
-    def consumer(self, **parts: Any) -> "DequantLeafAttend":
-        return DequantLeafAttend(**parts)
 
 
 @dataclass
@@ -76,7 +57,7 @@ class DequantLeafOperands(DequantProducts):
     columns: "WarpColumns"
 
     @staticmethod
-    def create(kernel, tiles: LeafTiles) -> "DequantLeafOperands":
+    def create(kernel, tiles: SharedTiles) -> "DequantLeafOperands":
         products, parts = kernel.tile.m // MMA_COLUMNS, -(-kernel.config.head_dim_v // BLOCK_COLUMNS)
         return DequantLeafOperands(
             **DequantProducts.fields(kernel, tiles, products),
@@ -131,11 +112,12 @@ class DequantLeafOperands(DequantProducts):
         contiguous, tiles differ by constants."""
         return ring.stage(step) + tile if ring.stages % self.leaf_tiles == 0 else ring.stage(step + tile)
 
-    def show_weights(self) -> None:
-        """Do nothing: the warps that read the weights synchronize with the warps that wrote them."""
+    def write_weights(self, p, scores, tile: int) -> None:
+        """Write P of a tile of keys in float16."""
+        write_weights(p, self.kernel.tile.m, Float16, scores, tile)
 
     @cute.jit
-    def arrange_scales(self, ring, step) -> None:
+    def prepare_values(self, ring, step) -> None:
         """Rearrange the block scales of V of a leaf, if it has any; each warp rearranges the scales of one tile."""
         if const_expr(self.v_scales is not None):
             stages = self.kernel.tile.kv_stages
@@ -252,17 +234,16 @@ class WarpColumns:
         return self.vector(vector) * self.per_vector + self.of_lane(g) + 2 * pair
 
 
-@dataclass
-class DequantLeafAttend(LeafAttend):
-    operands_type: ClassVar[type] = DequantLeafOperands
+@device_struct
+class VectorOutput:
+    """Output whose accumulators have pairs of adjacent columns, see :class:`WarpColumns`."""
 
-    def prepare_values(self, operands, step) -> None:
-        operands.arrange_scales(self.rings.v, step)
+    kernel: Any  # configuration only
 
     @cute.jit
-    def store_columns(self, output, statistics, rows: PackedRows) -> None:
+    def store(self, output, statistics, rows: PackedRows) -> None:
         g, _ = place_in_warp()
-        factors, columns = self.row_factors(output, statistics, rows), WarpColumns.of(self.kernel.config)
+        factors, columns = row_factors(output, statistics, rows), WarpColumns.of(self.kernel.config)
         for r in cutlass.range_constexpr(output.rows):
             row = output.first_row() + output.row_offset(r)
             target = rows.output(row, 0)
@@ -273,6 +254,9 @@ class DequantLeafAttend(LeafAttend):
                     copy.store_rounded(target + column * rows.out_bytes, pair, self.kernel.out_dtype)
 
 
+DEQUANT = LeafProducts(DequantLeafOperands, Reader.SYNCED_LANES, HalfLeafSoftmax, VectorOutput)
+
+
 def build(config: DecodeConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return DequantSwapABDecodeSm90(config), example_arguments(argument_types(config), floats=3)
+    return SwapABDecodeSm90(config, DEQUANT), example_arguments(argument_types(config), floats=3)

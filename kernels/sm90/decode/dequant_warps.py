@@ -10,19 +10,22 @@ from cutlass import Float16, Float32, Int32, const_expr
 
 from hopwell.kernels.config.splitting import ROWS
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.launch.arguments import DecodeGeometry
 from hopwell.kernels.parts.combine.partials import COLUMNS_AT_ONCE, PARTIAL, Combine, WeightedSum
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.kernel import SharedTiles
+from hopwell.kernels.parts.core.pipeline import Rings
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
 from hopwell.kernels.parts.dequant.eight_bit import by_columns, together
 from hopwell.kernels.parts.partition.split_kv import SplitTile
-from hopwell.kernels.parts.rows.mask import TileRange
+from hopwell.kernels.parts.partition.tiles import WorkQueue
+from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.rows.packed import PackedRows
-from hopwell.kernels.parts.rows.softmax import HalfSoftmax
+from hopwell.kernels.parts.rows.softmax import HalfSoftmax, OnlineSoftmax
 from hopwell.kernels.sm90.decode.dequant_products import ColumnBlock, DequantProducts, accumulate, padded
-from hopwell.kernels.sm90.decode.rows import DecodeAttend
+from hopwell.kernels.sm90.decode.rows import PackedLogits
 
 STEP_KEYS = 32  # keys that a warp multiplies at a time
 MOST_COLUMNS = 128  # columns of O, at most, with which a warp has two products
@@ -203,8 +206,8 @@ class Exchange:
         return self.columns + row * (4 * self.width) + (vector ^ (row // 2 % 4)) * copy.VECTOR_BYTES
 
 
-@dataclass
-class DequantDecodeAttend(DecodeAttend):
+@device_struct
+class DequantWarps:
     """The attend warps, which only compute partials; the combine warpgroup adds them up.
 
     If a work tile has no more rows than one warp, each of 8 warps has 32 of the 128 keys of every other tile:
@@ -214,8 +217,16 @@ class DequantDecodeAttend(DecodeAttend):
         warps 4..7   |   waits  | S(i-1), softmax, O += P V  |   waits   | S(i-3), ...
     """
 
+    kernel: Any  # configuration only
+    tiles: SharedTiles
+    rings: Rings
+    work_queue: WorkQueue
+    mask: IntervalMask
+    softmax: OnlineSoftmax  # gives the scale; each warp has a softmax for its own rows
+    logits: PackedLogits
+
     @cute.jit
-    def attend(self, addresses: Addresses, geometry: DecodeGeometry):
+    def run(self, geometry: DecodeGeometry):
         kv_step, work = Int32(0), Int32(0)
         tile = self.work_queue.read(work)
         while tile.exists:
@@ -245,11 +256,11 @@ class DequantDecodeAttend(DecodeAttend):
         q_ring.release(work)
         softmax.reset()
         operands.o.fill(0.0)
-        row = self.logit_row(tile, mine.first_row, operands.scores())
+        row = self.logits.logit_row(tile, mine.first_row, operands.scores())
         for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
             self.attend_tile(operands, softmax, mine, tile.keys, n, row, kv_step)
             kv_step += 1
-        self.open_partial(tile, work)
+        self.rings.partial.wait_released(work)
         self.hand_over(operands, softmax, mine, count)
         self.rings.partial.fill(work)
 

@@ -1,6 +1,5 @@
-"""Consumer warpgroups of Hopper decode: the row loop and the store of outputs and partials."""
+"""Rows of decode: packed GQA rows, their view of the keys, and their results."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -11,19 +10,21 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.partials import Combine
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.core.fragment import RowFragment
+from hopwell.kernels.parts.core.pipeline import Rings
 from hopwell.kernels.parts.partition.split_kv import SplitTile
-from hopwell.kernels.parts.rows.mask import DraftRow, LogitRow, TileRange, TokenPositions
+from hopwell.kernels.parts.rows.mask import DraftRow, IntervalMask, LogitRow, TileRange, TokenPositions
 from hopwell.kernels.parts.rows.packed import PackedRows
+from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.sm90.common.row_loop import Attend, Consumer
 
 
-@dataclass
-class DecodeConsumer(Consumer):
-    """Consumer whose rows are packed GQA rows."""
+@device_struct
+class PackedLogits:
+    """The view of packed GQA rows on the keys."""
 
-    combine: Any
+    mask: IntervalMask
     addresses: Addresses
     geometry: DecodeGeometry
 
@@ -43,20 +44,20 @@ class DecodeConsumer(Consumer):
         return DraftRow.create(request, tokens, self.addresses, self.geometry)
 
 
-@dataclass
-class DecodeAttend(DecodeConsumer, Attend):
-    """Attention over requests whose keys are split into chunks (split-KV)."""
+@device_struct
+class SplitKvRows:
+    """Packed rows over requests whose keys are split into chunks (split-KV)."""
 
+    kernel: Any  # configuration only
+    rings: Rings
+    softmax: OnlineSoftmax
+    output_scale: Float32
     combine: Combine
+    logits: PackedLogits
 
-    def run(self, addresses: Addresses, geometry: DecodeGeometry):
-        self.attend(addresses, geometry)
-        if not self.kernel.config.has_combine_role:
-            self.combine.hand_back(Int32(geometry.grid))
-
-    def attend(self, addresses: Addresses, geometry: DecodeGeometry):
-        """Attend to all work tiles of this CTA."""
-        super().run(addresses, geometry)
+    def logit_row(self, tile: SplitTile, warp_row) -> LogitRow:
+        """Return the rows that a lane holds, of the rows from ``warp_row`` of the tile on."""
+        return self.logits.logit_row(tile, warp_row)
 
     def own_keys(self, tile: SplitTile, row) -> TileRange:
         """Return the key range of the tile. All rows share one range, because their last visible
@@ -64,12 +65,14 @@ class DecodeAttend(DecodeConsumer, Attend):
         return tile.keys
 
     @cute.jit
-    def store(self, operands, tile: SplitTile, work, warp_row, column_half, addresses, geometry):
+    def store(self, operands, tile: SplitTile, work, warp_row, column_half):
         """Write this warp's rows to the output, or to a partial if the request has several chunks."""
-        rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
+        rows = PackedRows.create(
+            self.logits.addresses, self.logits.geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8
+        )
         self.open_partial(tile, work)
         if tile.chunks == 1:
-            self.store_rows(operands, rows, warp_row, column_half)
+            store_rows(operands, rows, self.softmax, self.kernel.out_dtype, self.columns, warp_row, column_half)
         else:
             self.store_partial(operands, rows, tile.partial_id, warp_row, column_half)
         self.close_partial(tile, rows, work)
@@ -94,36 +97,6 @@ class DecodeAttend(DecodeConsumer, Attend):
                 self.combine.complete(tile, rows, self.kernel.out_dtype)
 
     @cute.jit
-    def store_rows(self, operands, rows: PackedRows, warp_row, column_half) -> None:
-        output, dtype = operands.output(), self.kernel.out_dtype
-        lanes, own_columns = output.lanes_per_row, self.columns // output.lanes_per_row
-        # The lanes of a row exchange columns, so that each lane stores 16 bytes and all lanes whole sectors. With
-        # stores of 4 bytes a lane, the output of 64 MLA requests took 5.9 us (H200, 2026-11-24).
-        in_vectors = 0 if dtype.width < 16 else own_columns // copy.CORE_MATRIX_ROWS * copy.CORE_MATRIX_ROWS
-        for r in cutlass.range_constexpr(output.rows):
-            row = warp_row + output.first_row() + output.row_offset(r)
-            is_there, first_column = row < rows.count, output.first_column()
-            reference, total = self.softmax.partial(r, lanes)
-            writes_lse = (first_column == 0) & (column_half == 0) & is_there
-            safe = cutlass.max(cutlass.min(row, rows.count - 1), 0)
-            factor = rows.finish(safe, reference, total, writes_lse)
-            first = rows.output(safe, column_half * self.columns)
-            for c in cutlass.range_constexpr(0, in_vectors, copy.CORE_MATRIX_ROWS):
-                words = [
-                    copy.pack_x2(dtype, output.get(r, c + k) * factor, output.get(r, c + k + 1) * factor)
-                    for k in range(0, copy.CORE_MATRIX_ROWS, 2)
-                ]
-                vector = copy.transpose_quad(words)
-                if is_there:
-                    column = output.column_offset(c) + cute.arch.lane_idx() % lanes * copy.CORE_MATRIX_ROWS
-                    copy.store_global(first + column * HALFWORD_BYTES, vector)
-            if is_there:
-                for c in cutlass.range_constexpr(in_vectors, own_columns, 2):
-                    scaled = [output.get(r, c) * factor, output.get(r, c + 1) * factor]
-                    column = first_column + output.column_offset(c)
-                    copy.store_rounded(first + column * dtype.width // 8, scaled, dtype)
-
-    @cute.jit
     def store_partial(self, operands, rows: PackedRows, partial_id, warp_row, column_half) -> None:
         output = operands.output()
         for r in cutlass.range_constexpr(output.rows):
@@ -139,3 +112,43 @@ class DecodeAttend(DecodeConsumer, Attend):
     def columns(self) -> int:
         """Columns of the output that this warpgroup holds."""
         return self.kernel.config.head_dim_v // self.kernel.config.v_splits
+
+
+@cute.jit
+def store_rows(
+    operands,
+    rows: PackedRows,
+    softmax,
+    dtype: cutlass.Constexpr,
+    columns: cutlass.Constexpr[int],
+    warp_row,
+    column_half,
+) -> None:
+    """Write a warp's rows to the output; the warpgroup holds ``columns`` columns."""
+    output = operands.output()
+    lanes, own_columns = output.lanes_per_row, columns // output.lanes_per_row
+    # The lanes of a row exchange columns, so that each lane stores 16 bytes and all lanes whole sectors. With
+    # stores of 4 bytes a lane, the output of 64 MLA requests took 5.9 us (H200, 2026-11-24).
+    in_vectors = 0 if dtype.width < 16 else own_columns // copy.CORE_MATRIX_ROWS * copy.CORE_MATRIX_ROWS
+    for r in cutlass.range_constexpr(output.rows):
+        row = warp_row + output.first_row() + output.row_offset(r)
+        is_there, first_column = row < rows.count, output.first_column()
+        reference, total = softmax.partial(r, lanes)
+        writes_lse = (first_column == 0) & (column_half == 0) & is_there
+        safe = cutlass.max(cutlass.min(row, rows.count - 1), 0)
+        factor = rows.finish(safe, reference, total, writes_lse)
+        first = rows.output(safe, column_half * columns)
+        for c in cutlass.range_constexpr(0, in_vectors, copy.CORE_MATRIX_ROWS):
+            words = [
+                copy.pack_x2(dtype, output.get(r, c + k) * factor, output.get(r, c + k + 1) * factor)
+                for k in range(0, copy.CORE_MATRIX_ROWS, 2)
+            ]
+            vector = copy.transpose_quad(words)
+            if is_there:
+                column = output.column_offset(c) + cute.arch.lane_idx() % lanes * copy.CORE_MATRIX_ROWS
+                copy.store_global(first + column * HALFWORD_BYTES, vector)
+        if is_there:
+            for c in cutlass.range_constexpr(in_vectors, own_columns, 2):
+                scaled = [output.get(r, c) * factor, output.get(r, c + 1) * factor]
+                column = first_column + output.column_offset(c)
+                copy.store_rounded(first + column * dtype.width // 8, scaled, dtype)

@@ -11,7 +11,7 @@ it.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,44 +24,39 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.tree import Node, Tree
-from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import device_struct, shared_address
+from hopwell.kernels.parts.core.device import device_struct, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Rings, Roles
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD
 from hopwell.kernels.parts.partition.split_kv import ScheduleHooks
 from hopwell.kernels.parts.partition.stream_k import StreamKSchedule, StreamKTile
+from hopwell.kernels.parts.partition.tiles import WorkQueue
+from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.parts.rows.softmax import ColumnSoftmax
 from hopwell.kernels.sm90.common.mma import issue_mma, make_transposed_mmas
-from hopwell.kernels.sm90.decode.kernel import DecodeSm90
-from hopwell.kernels.sm90.decode.leaf_tree import LeafTree
-from hopwell.kernels.sm90.decode.rows import DecodeConsumer
-from hopwell.kernels.sm90.decode.swap_ab_rows import STATE_BYTES, ColumnRows
+from hopwell.kernels.sm90.decode.base import DecodeKernel, argument_types
+from hopwell.kernels.sm90.decode.leaves import STATE_BYTES, CoreMatrixOutput, LeafTree, WarpgroupExchange, write_weights
+from hopwell.kernels.sm90.decode.loads import KvLoads
 
 
-class SwapABDecodeSm90(DecodeSm90):
-    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
+@dataclass(frozen=True)
+class LeafProducts:
+    """Products of leaves: one row for each matrix instruction and element type of the cache."""
 
-    Warp roles
-        warp 0 load_k      K tiles, through the KV source
-        warp 1 load_v      V tiles; rows past the visible keys become zeros
-        warp 2 load_q      the packed rows of Q
-        warp 3 schedule    segments of output tiles (lines), see parts/partition/stream_k.py
-        warps 4..7 attend  from Q K^T to a leaf's node, and from nodes to the output, see parts/combine/tree.py;
-                           a warp has 16 keys of each tile, and 16 of every 64 columns of the output
+    operands: type
+    reader: Reader  # of K and V
+    softmax: type = ColumnSoftmax
+    output: type = CoreMatrixOutput  # writes the columns that a lane holds
 
-    Edges
-        Q       load_q -> attend      released after the segment's last leaf
-        K       load_k -> attend      released when the tile's S has been computed
-        V       load_v -> attend      released when the tile's product has been added to O
-        work    schedule -> all       released as soon as it has been read
 
-    Steady state: memory is the limit. A leaf is two tiles, A and B, or four.
+class SwapABTree:
+    """Base, beside :class:`DecodeKernel`, of kernels that combine leaves as a tree."""
 
-        memory         | A'                                    | B'                                    | ...
-        tensor cores   | S(A) | S(B) |            | O = P V (A) | O += P V (B) |             waits
-        attend         |    waits    | P of both  |          waits             | nodes | waits
-    """
+    config: Any
+    tile: Any
+    loads: Any
+    products: LeafProducts
 
     work_tile = StreamKTile
 
@@ -81,48 +76,84 @@ class SwapABDecodeSm90(DecodeSm90):
         return self.config.chunk_tokens // self.tile.n
 
     @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of a CTA, including P."""
-        return super().shared_bytes + self.tile.m * LEAF_TILE * HALFWORD_BYTES * self.p_tiles
+    def more_bytes(self) -> int:
+        """Bytes of P."""
+        return self.tile.m * LEAF_TILE * HALFWORD_BYTES * self.p_tiles
 
     @property
     def p_tiles(self) -> int:
         """Tiles of P in shared memory: the tiles of one leaf."""
         return self.config.leaf_tiles
 
-    def softmax(self, scale) -> ColumnSoftmax:
-        return ColumnSoftmax.create(scale, self.tile.m // QUAD)
+    schedule_type: type[StreamKSchedule] = StreamKSchedule
 
-    def consumer(self, **parts: Any) -> "LeafAttend":
-        return LeafAttend(**parts)
-
-    def _combine(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Tree:
-        nodes, levels = shared_address(tiles.staging), self.config.smem_levels
-        sizes = (self.tile.m, self.config.head_dim_v)
-        return Tree.create(addresses, geometry, nodes, nodes + self.nodes_bytes, levels, *sizes)
-
-    @property
-    def schedule_type(self) -> type[StreamKSchedule]:
-        return StreamKSchedule
-
-    def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, *unused) -> StreamKSchedule:
+    def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> StreamKSchedule:
         c = self.config
         sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, ScheduleHooks())
         subtrees = share_subtrees(self.tile.m, c.head_dim_v, c.splitting_bytes)
         resident = RESIDENT_BYTES // (c.chunk_tokens * HALFWORD_BYTES * sum(c.kv_dims))
         return self.schedule_type(geometry, addresses, mask, *sizes, subtrees, resident)
 
-    def _allocate_tiles(self, smem) -> "LeafTiles":
-        # columns of 128 bytes; 8-bit elements use half of them
-        columns = copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width
-        layout = copy.swizzled_layout(self.dtype, self.tile.m, columns, self.p_tiles)
-        p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
-        return LeafTiles(**vars(super()._allocate_tiles(smem)), p=p)
+    def softmax(self, scale) -> ColumnSoftmax:
+        return self.products.softmax.create(scale, self.tile.m // QUAD)
+
+    def tree(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Tree:
+        """Return the tree that combines leaves."""
+        nodes, levels = shared_address(tiles.staging), self.config.smem_levels
+        sizes = (self.tile.m, self.config.head_dim_v)
+        return Tree.create(addresses, geometry, nodes, nodes + self.nodes_bytes, levels, *sizes)
+
+    def run_leaves(self, parts: dict[str, Any], exchange, leaves, main_loop, addresses, geometry) -> None:
+        """Run the attend role over leaves."""
+        logits = self.loads.logits(parts["mask"], addresses, geometry)
+        more = dict(logits=logits, exchange=exchange, leaves=leaves, main_loop=main_loop)
+        LeafAttend(**parts, **more, operands=self.products.operands).run(addresses, geometry)
 
 
-@dataclass
-class LeafTiles(SharedTiles):
-    p: Any  # [rows, LEAF_TILE, p_tiles]
+class SwapABDecodeSm90(SwapABTree, DecodeKernel):
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
+
+    Warp roles
+        warp 0 load_k      K tiles, through the KV source
+        warp 1 load_v      V tiles; rows past the visible keys become zeros
+        warp 2 load_q      the packed rows of Q
+        warp 3 schedule    segments of output tiles (lines), see parts/partition/stream_k.py
+        warps 4..7 attend  from Q K^T to a leaf's node, and from nodes to the output, see parts/combine/tree.py;
+                           a warp has 16 keys of each tile, and 16 of every 64 columns of the output
+
+    Edges
+        q       load_q -> attend      released after the segment's last leaf
+        k       load_k -> attend      released when the tile's S has been computed
+        v       load_v -> attend      released when the tile's product has been added to O
+        work    schedule -> all       released as soon as it has been read
+
+    Steady state: memory is the limit. A leaf is two tiles, A and B, or four.
+
+        memory         | A'                                    | B'                                    | ...
+        tensor cores   | S(A) | S(B) |            | O = P V (A) | O += P V (B) |             waits
+        attend         |    waits    | P of both  |          waits             | nodes | waits
+    """
+
+    def __init__(self, config: DecodeConfig, products: LeafProducts):
+        self.products, self.reader, self.loads = products, products.reader, KvLoads(self)
+        super().__init__(config)
+
+    @property
+    def roles(self) -> dict[str, int]:
+        return {**self.loads.roles, "attend": WARPS, "all others": WARPS * len(self.config.registers) - 1}
+
+    def _edges(self, roles: Roles) -> tuple[Edge, ...]:
+        return self.q_edge(roles), *self.loads.edges(roles, self.reader), self._work_edge(roles)
+
+    def load(
+        self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale
+    ) -> None:
+        self.loads.run(warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry)
+
+    def run_attend(self, parts: dict[str, Any], softmax_scale, output_scale, addresses, geometry) -> None:
+        exchange, output = WarpgroupExchange(self, parts["tiles"]), self.products.output(self)
+        leaves = LeafTree(self, exchange, self.tree(addresses, geometry, parts["tiles"]), output, output_scale)
+        self.run_leaves(parts, exchange, leaves, WholeLeaf(), addresses, geometry)
 
 
 def transposed_values(kernel, pv_mma, kv_half, width: int, columns: int):
@@ -146,11 +177,11 @@ class ColumnOperands:
     s: Any  # scores of tiles, concatenated
     o: Any
     s_layout: Any  # of one tile
-    tile_n: int
+    kernel: Any  # configuration only
     products: int  # products of 8 rows, side by side
 
     @staticmethod
-    def fields(kernel, tiles: LeafTiles, mmas: tuple, keys: tuple, columns: int, scored_tiles: int) -> dict[str, Any]:
+    def fields(kernel, tiles: SharedTiles, mmas: tuple, keys: tuple, columns: int, scored_tiles: int) -> dict[str, Any]:
         """Return the values of the fields above by name. ``keys`` are the halves of K, ``columns`` the columns of the
         output."""
         t, (qk_mma, pv_mma) = kernel.tile, mmas
@@ -165,7 +196,7 @@ class ColumnOperands:
             s=cute.make_rmem_tensor(cute.size(s_layout) * scored_tiles, Float32),
             o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
             s_layout=s_layout,
-            tile_n=t.n,
+            kernel=kernel,
             products=t.m // MMA_COLUMNS,
         )
 
@@ -176,8 +207,12 @@ class ColumnOperands:
         """Release Q after the segment's last product."""
         q_ring.release(work)
 
-    def show_weights(self) -> None:
-        """Make P in shared memory visible to the tensor cores."""
+    def write_weights(self, p, scores, tile: int) -> None:
+        """Write P of a tile of keys to ``p`` in shared memory, as tile number ``tile``."""
+        write_weights(p, self.kernel.tile.m, self.kernel.dtype, scores, tile)
+
+    def prepare_values(self, rings, step) -> None:
+        """Make P in shared memory visible to the tensor cores, before the warps meet."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def _tile_scores(self, i: int):
@@ -199,7 +234,7 @@ class LeafOperands(ColumnOperands):
     leaf_tiles: int
 
     @staticmethod
-    def create(kernel, tiles: LeafTiles) -> "LeafOperands":
+    def create(kernel, tiles: SharedTiles) -> "LeafOperands":
         columns, mmas = kernel.config.columns[1], make_transposed_mmas(kernel.dtype, kernel.tile.m)
         return LeafOperands(
             **ColumnOperands.fields(kernel, tiles, mmas, (tiles.k,), columns, kernel.step_tiles),
@@ -225,7 +260,7 @@ class LeafOperands(ColumnOperands):
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
             v, p = self.v[None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
-            issue_mma(self.pv_mma, self.o, v, p, self.tile_n, i > 0)
+            issue_mma(self.pv_mma, self.o, v, p, self.kernel.tile.n, i > 0)
             if i > 0:
                 warpgroup.wait_group(1)
                 ring.release(step + i - 1)
@@ -242,74 +277,77 @@ class LeafOperands(ColumnOperands):
         )
 
 
-@dataclass
-class LeafConsumer(ColumnRows, DecodeConsumer):
-    """Consumer warpgroup, independent of the matrix instruction and of the role that combines leaves."""
+@device_struct
+class LeafAttend:
+    """Consumer warpgroup of leaves, independent of the matrix instruction and of the role that combines leaves."""
 
-    operands_type: ClassVar[type]
-
-    def first_step(self):
-        """Return the step of the CTA's first leaf, as counted by :meth:`combine_segment`."""
-        return Int32(0)
+    kernel: Any  # configuration only
+    tiles: SharedTiles
+    rings: Rings
+    work_queue: WorkQueue
+    mask: IntervalMask
+    softmax: ColumnSoftmax
+    logits: Any  # the rows' view of the keys: PackedLogits or LatentLogits
+    exchange: WarpgroupExchange
+    leaves: Any  # takes the node of each leaf: LeafTree, or LeafHandOver to another warpgroup
+    main_loop: Any  # from the keys of a leaf to its node: WholeLeaf or TileByTile
+    operands: type
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring = self.rings.q
-        operands = self.operands_type.create(self.kernel, self.tiles)
+        operands = self.operands.create(self.kernel, self.tiles)
         node = Node.of(operands.o, self.kernel.tile.m)
-        step, work = self.first_step(), Int32(0)
+        step, work = self.leaves.first_step(), Int32(0)
         tile = self.work_queue.read(work)
         while tile.exists:
             # This barrier, like the barrier in Attend.run, tells the compiler that the warps have converged.
-            self.meet_warpgroup()
+            self.exchange.meet()
             q_ring.wait_full(work)
             operands.begin(q_ring, work)
-            row = self.logit_row(tile, 0, operands.scores())
-            next_leaf = partial(self.attend_leaf, operands, node, q_ring.stage(work), row)
-            step, left = self.combine_segment(next_leaf, node, tile, step)
+            row = self.logits.logit_row(tile, 0, operands.scores())
+            next_leaf = partial(self.main_loop.attend_leaf, self, operands, node, q_ring.stage(work), row)
+            step, left = self.leaves.combine_segment(next_leaf, node, tile, step)
             operands.end(q_ring, work)
-            self.finish_segment(node, tile, left, addresses, geometry)
+            self.leaves.finish_segment(node, tile, left, addresses, geometry)
             work += 1
             tile = self.work_queue.read(work)
 
 
-@dataclass
-class LeafAttend(LeafTree, LeafConsumer):
-    """Consumer that attends to all tiles of a leaf at once and combines leaves itself."""
-
-    operands_type: ClassVar[type] = LeafOperands
+@device_struct
+class WholeLeaf:
+    """Main loop over leaves whose tiles are all in shared memory at once."""
 
     @cute.jit
-    def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
+    def attend_leaf(self, attend, operands, node: Node, q_stage, row, n, masked, step):
         """Compute the node of leaf n of the keys; ``step`` is the number of its first tile in this CTA. Return the next
         leaf's step."""
-        k_ring, v_ring = self.rings.k, self.rings.v
-        tiles, scores = self.kernel.config.leaf_tiles, operands.scores()
+        k_ring, v_ring = attend.rings.k, attend.rings.v
+        tiles, scores = attend.kernel.config.leaf_tiles, operands.scores()
         operands.multiply_keys(k_ring, step, q_stage)
         if masked:
             for i in cutlass.range_constexpr(tiles):
                 # Tiles come from right to left.
-                first = ((n + 1) * tiles - 1 - i) * LEAF_TILE + self.warp * ColumnFragment.warp_columns
-                self.mask.apply(operands.tile_scores(i), first, row)
-        largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
+                first = ((n + 1) * tiles - 1 - i) * LEAF_TILE + warp_in_warpgroup() * ColumnFragment.warp_columns
+                attend.mask.apply(operands.tile_scores(i), first, row)
+        largest = attend.exchange.over_warps([attend.softmax.maximum(scores, r) for r in range(scores.rows)])
         for r in cutlass.range_constexpr(scores.rows):
-            self.softmax.begin_at(r, largest[r])
-            self.softmax.exponentials(scores, r)
+            attend.softmax.begin_at(r, largest[r])
+            attend.softmax.exponentials(scores, r)
         for i in cutlass.range_constexpr(tiles):
-            self.write_weights(operands.tile_scores(i), i)
-        self.prepare_values(operands, step)
-        self.meet_warpgroup()
+            operands.write_weights(attend.tiles.p, operands.tile_scores(i), i)
+        operands.prepare_values(v_ring, step)
+        attend.exchange.meet()
         operands.multiply_values(v_ring, step)
         for r in cutlass.range_constexpr(scores.rows):
-            node.reference[r], node.total[r] = self.softmax.partial(r, scores.lanes_per_row)
+            node.reference[r], node.total[r] = attend.softmax.partial(r, scores.lanes_per_row)
         operands.finish_values(v_ring, step)
-        return step + self.kernel.step_tiles
+        return step + attend.kernel.step_tiles
 
-    def prepare_values(self, operands, step) -> None:
-        """Prepare the products with V of a leaf before the warps meet, in addition to writing P."""
-        operands.show_weights()
+
+WGMMA = LeafProducts(LeafOperands, Reader.TENSOR_CORES)
 
 
 def build(config: DecodeConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return SwapABDecodeSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)
+    return SwapABDecodeSm90(config, WGMMA), example_arguments(argument_types(config), floats=3)

@@ -1,4 +1,29 @@
-"""Hopper MLA decode with 8-bit operands: queries, keys, weights and values in e4m3 (fp8 MMA)."""
+"""Hopper MLA decode with 8-bit operands: queries, keys, weights and values in e4m3 (fp8 MMA).
+
+The kernel has the roles and edges of ``MlaSm90``. Its products take half of the time.
+
+P V is computed as O^T = V^T P^T. An 8-bit wgmma reads operand B from shared memory only with the depth, here the
+keys, along the rows. P has this layout, V does not. Operand A may come from registers: a transposing ldmatrix loads
+pairs of columns of V, and two byte permutes separate even from odd columns. So the warpgroup that multiplies V
+transposes it on the way to the tensor cores. O^T is transposed back at the end of a work tile.
+
+A step's weights are relative to the largest score of its two tiles, see :class:`TileSoftmax`. The step's product is
+added to O by float32 instructions, see ``sm90/prefill/fp8.py``. So the warpgroups meet twice in a step: when the
+maxima of A and B are available, and when the weights are. There is no other dependence between them: P of both is
+one tile, written between the two barriers and multiplied after the second.
+
+Edges that differ
+    k, v    load_keys -> attend  four tiles fit, two of A and two of B; left and right release a tile when they have
+                                 read their last operands of it
+    q       schedule -> attend   released when O has been transposed, which uses Q's place as staging
+
+Steady state: the limit is that products wait for softmax and softmax waits for products.
+
+    tensor cores   | left: S(A), right: S(B) |            | O += V^T P^T of A and B, both | left: S(A') ...
+    left           |         waits           | softmax, A | adds products of n slices to O | waits
+    right          |         waits           | softmax, B | adds products of n slices to O | waits
+    loads          | stages released by the step before      |                               |
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +36,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import ROWS
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
+from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
@@ -25,12 +50,13 @@ from hopwell.kernels.parts.core.device import (
 )
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import example_arguments
-from hopwell.kernels.parts.core.pipeline import Edge
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.parts.rows.softmax import TileSoftmax
 from hopwell.kernels.sm90.common.dequant import EVEN_BYTES, ODD_BYTES, PAIRED_KEYS
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.sm90.mla.kernel import WARP_SUM_BYTES, KeyHalves, MlaAttend, MlaSm90
+from hopwell.kernels.sm90.mla.kernel import KeyHalves, MlaSm90
+from hopwell.kernels.sm90.mla.shared_steps import WARP_SUM_BYTES, SharedSteps
 from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
 
 BLOCK_REGISTERS = WARPGROUP_ROWS * ROWS // WARPGROUP  # of O, for 64 columns of the value
@@ -38,54 +64,6 @@ TILES = 2  # of a step: A and B
 # float32 values that the warpgroups exchange in a step: for each row the largest score in A and in B, and the factor
 # that rescales O to the step's reference.
 ROW_STATE = (TILES + 1) * WARPGROUP_ROWS
-
-
-class Fp8MlaSm90(MlaSm90):
-    """Attention of packed rows like :class:`MlaSm90`, with 8-bit products, which take half of the time.
-
-    P V is computed as O^T = V^T P^T. An 8-bit wgmma reads operand B from shared memory only with the depth, here the
-    keys, along the rows. P has this layout, V does not. Operand A may come from registers: a transposing ldmatrix loads
-    pairs of columns of V, and two byte permutes separate even from odd columns. So the warpgroup that multiplies V
-    transposes it on the way to the tensor cores. O^T is transposed back at the end of a work tile.
-
-    A step's weights are relative to the largest score of its two tiles, see :class:`TileSoftmax`. The step's product is
-    added to O by float32 instructions, see ``sm90/prefill/fp8.py``. So the warpgroups meet twice in a step: when the
-    maxima of A and B are available, and when the weights are. There is no other dependence between them: P of both is
-    one tile, written between the two barriers and multiplied after the second.
-
-    Edges that differ
-        K, V    load_keys -> attend  four tiles fit, two of A and two of B; left and right release a tile when they have
-                                     read their last operands of it
-        Q       schedule -> attend   released when O has been transposed, which uses Q's place as staging
-
-    Steady state: the limit is that products wait for softmax and softmax waits for products.
-
-        tensor cores   | left: S(A), right: S(B) |            | O += V^T P^T of A and B, both | left: S(A') ...
-        left           |         waits           | softmax, A | adds products of n slices to O | waits
-        right          |         waits           | softmax, B | adds products of n slices to O | waits
-        loads          | stages released by the step before      |                               |
-    """
-
-    staging_bytes = WARP_SUM_BYTES + ROW_STATE * 4 // (2 * WARPS)
-
-    @property
-    def q_arrivals(self) -> dict[str, int]:
-        return {**super().q_arrivals, "consumer_lanes": LANES}
-
-    def _p_edges(self) -> tuple[Edge, ...]:
-        """Return no edges: the warpgroups exchange P through barriers instead."""
-        return ()
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of a CTA, including P."""
-        return super().shared_bytes + self.tile.m * copy.SWIZZLE_ROW_BYTES
-
-    def softmax(self, scale) -> TileSoftmax:
-        return TileSoftmax.create(scale, RowFragment.rows)
-
-    def consumer(self, **parts: Any) -> "Fp8MlaAttend":
-        return Fp8MlaAttend(**parts)
 
 
 @device_struct
@@ -224,13 +202,26 @@ class Values:
 
 
 @dataclass
-class Fp8MlaAttend(MlaAttend):
-    """The two consumer warpgroups."""
+class Fp8MlaAttend(SharedSteps):
+    """The two consumer warpgroups of 8-bit products. They exchange maxima and P at barriers of both."""
 
+    staging_bytes = WARP_SUM_BYTES + ROW_STATE * 4 // (2 * WARPS)
+    stages_in_q = True
+    softmax_type = TileSoftmax
     sums_at = ROW_STATE
 
-    def both_operands(self) -> tuple[Fp8MlaOperands, Fp8MlaOperands]:
-        operands = Fp8MlaOperands.create(self.kernel, self.tiles)
+    @staticmethod
+    def edges(kernel, roles: Roles) -> list[Edge]:
+        """Return no edges: the warpgroups exchange P through barriers instead."""
+        return []
+
+    @staticmethod
+    def p_bytes(kernel) -> int:
+        return kernel.tile.m * copy.SWIZZLE_ROW_BYTES
+
+    @staticmethod
+    def operands(kernel, tiles) -> tuple[Fp8MlaOperands, Fp8MlaOperands]:
+        operands = Fp8MlaOperands.create(kernel, tiles)
         return operands, operands
 
     def meet(self) -> None:
@@ -265,7 +256,7 @@ class Fp8MlaAttend(MlaAttend):
         warpgroup.wait_group(0)
         its_half.release(own)
         if row.needs_mask(masked):
-            self.to_logits(scores, 2 * n + 1 - which, row, True)
+            self.mask.apply(scores, (2 * n + 1 - which) * self.kernel.tile.n, row)
         self._choose_references(scores, which)
         self._write_weights(operands, which)
         self.meet()
@@ -324,4 +315,5 @@ class Fp8MlaAttend(MlaAttend):
 
 def build(config: MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return Fp8MlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)
+    kernel = MlaSm90(config, Fp8MlaAttend, Reader.BOTH)
+    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -10,40 +10,29 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.config.mla import MlaConfig
-from hopwell.kernels.config.splitting import LATENT_PARTIAL_BYTES
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
+from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.combine.own_row_shares import OwnRowShares, OwnSlots
-from hopwell.kernels.parts.combine.partials import Slots
-from hopwell.kernels.parts.combine.row_shares import Partials, RowShares
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
-from hopwell.kernels.parts.core.pipeline import Edge
-from hopwell.kernels.parts.partition.cta_parts import CtaPartSchedule, TopkCtaPartSchedule
-from hopwell.kernels.parts.partition.split_kv import LatentSchedule, SplitSchedule, TopkSchedule
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
+from hopwell.kernels.parts.load.kv_source import KvSource
+from hopwell.kernels.parts.partition.split_kv import SplitSchedule, SplitTile
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
-from hopwell.kernels.parts.rows.packed import PackedRows
-from hopwell.kernels.parts.rows.softmax import SLACK
+from hopwell.kernels.parts.rows.mask import IntervalMask
+from hopwell.kernels.parts.rows.softmax import SLACK, OnlineSoftmax
 from hopwell.kernels.sm90.common.kernel import SCHEDULE_WARP
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.sm90.common.row_loop import Operands
-from hopwell.kernels.sm90.decode.kernel import DecodeSm90
-from hopwell.kernels.sm90.decode.rows import DecodeAttend
-from hopwell.kernels.sm90.mla.hooks import LatentWorkTiles, QueryHooks
-from hopwell.kernels.sm90.mla.key_halves import LatentKeys, LatentRows
-
-# Pairs (partials, subtiles of each) that an attend warp keeps in flight when it combines. With many partials a row
-# share is one subtile: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
-ATTEND_LOADS = ((4, 4), (8, 2), (16, 1))
-LIST_ATTEND_LOADS = ((4, 4), (16, 1))  # with all three pairs, ptxas spills
-WARP_SUM_BYTES = LANES * RowFragment.rows * 4  # of a warp: the row sums of each lane
+from hopwell.kernels.sm90.common.operands import Operands
+from hopwell.kernels.sm90.decode.base import DecodeKernel
+from hopwell.kernels.sm90.mla.key_halves import LatentLoads, latent_mask_type
+from hopwell.kernels.sm90.mla.partition import CtaParts, RequestSplits
+from hopwell.kernels.sm90.mla.shared_steps import WARP_SUM_BYTES, SharedSteps
 
 
-class MlaSm90(LatentKeys, DecodeSm90):
+class MlaSm90(DecodeKernel):
     """Attention of up to 64 packed rows, in steps of two tiles of 64 keys, A and B, from right to left.
 
     O has 64 x 512 elements, more than one warpgroup has registers for. So two warpgroups, left and right, each hold
@@ -71,18 +60,18 @@ class MlaSm90(LatentKeys, DecodeSm90):
         when a work tile begins, and both meet at the same instruction, as an aligned barrier requires.
 
     Edges
-        Q       schedule -> attend    released when the work tile's last products have been computed
-        loaded K, loaded V  load_keys -> dequantize  bytes of both halves of 8-bit keys; released on K and V
-        K       load_keys -> attend   left halves, tiles A and B alternately. Left releases a half when its product has
+        q       schedule -> attend    released when the work tile's last products have been computed
+        loaded_k, loaded_v  load_keys -> dequantize  bytes of both halves of 8-bit keys; released on k and v
+        k       load_keys -> attend   left halves, tiles A and B alternately. Left releases a half when its product has
                                       been added to O. Right needs B's only for S, and releases A's when P of A is
                                       available
-        V       load_keys -> attend   right halves. Right releases a half when its product has been added to O. Left
+        v       load_keys -> attend   right halves. Right releases a half when its product has been added to O. Left
                                       releases A's when P of A is available, and B's, which it does not need, when P of
                                       B is
         work    schedule -> all       released as soon as it has been read; combine does not need it
         partial   attend -> schedule  only in batch-invariant kernels: released for each work tile when its slot may be
                                       written; full when the slot has been written
-        P       left -> right         ping-pong: full when P of A and the references of its rows have been written;
+        p       left -> right         ping-pong: full when P of A and the references of its rows have been written;
                                       released when P of B has been written
 
     Steady state: the warpgroups are half a step apart, so that the softmax of one overlaps the products of the other.
@@ -94,9 +83,27 @@ class MlaSm90(LatentKeys, DecodeSm90):
         loads          |                          | A', left half | A', right half | B', right half | B', left half
     """
 
-    staging_bytes = WARP_ROWS * 4 + WARP_SUM_BYTES  # of a warp: references of its rows, then sums
     step_tiles = 2
     q_role = "schedule"
+    work_tile = SplitTile
+    # Rows of 128 bytes: 64 columns of P of B, or in 8-bit kernels 64 columns each of P of A and of B.
+    p_tiles = 1
+
+    def __init__(self, config: MlaConfig, attend: type[SharedSteps], reader: Reader):
+        self.attend_type, self.reader = attend, reader
+        self.partition = (RequestSplits if config.batch_invariant else CtaParts)(self)
+        self.loads = LatentLoads(self, self.partition.dequant_warps)
+        super().__init__(config)
+
+    def kv_source(self) -> type[KvSource]:
+        return self.loads.kv_source()
+
+    def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
+        return self.loads.kv_atoms(a, g)
+
+    @property
+    def mask_type(self) -> type[IntervalMask]:
+        return latent_mask_type(self.config)
 
     @property
     def half_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -107,69 +114,55 @@ class MlaSm90(LatentKeys, DecodeSm90):
         return ((0, 1), (0, 1)) if self.config.sparse else ((0, 1), (1, 0))
 
     @property
-    def dequant_warps_of_8_bits(self) -> int:
-        """Warps that dequantize 8-bit keys. A batch-invariant kernel keeps one warp free to combine beside work tiles,
-        because work tiles wait for the slots that it frees."""
-        return 1 if self.config.batch_invariant else 2
+    def idle_warps(self) -> int:
+        """Producer warps that do not read the work queue. They combine in batch-invariant kernels, and exit at once in
+        others."""
+        return SCHEDULE_WARP - self.loads.warps
 
     @property
-    def schedule_type(self) -> type[SplitSchedule]:
-        if self.config.batch_invariant:
-            return TopkSchedule if self.config.sparse else LatentSchedule
-        return TopkCtaPartSchedule if self.config.sparse else CtaPartSchedule
+    def roles(self) -> dict[str, int]:
+        attend, warpgroups = {"attend": 2 * WARPS, "left": WARPS, "right": WARPS}, len(self.config.registers)
+        return {**self.loads.roles, **attend, "all others": WARPS * warpgroups - 1 - self.idle_warps}
+
+    def _edges(self, roles: Roles) -> tuple[Edge, ...]:
+        kv, more = self.loads.edges(roles, self.reader), self.attend_type.edges(self, roles)
+        return self.q_edge(roles), *kv, self._work_edge(roles), *more, *self.partition.edges(roles)
 
     @property
-    def more_roles(self) -> dict[str, int]:
-        """Warps of the additional roles. The two halves of attend, left and right, are roles too."""
-        return {**super().more_roles, "left": 4, "right": 4}
+    def lanes_read_q(self) -> bool:
+        return self.attend_type.stages_in_q
 
-    def _more_edges(self) -> tuple[Edge, ...]:
-        partial_id = Edge("partial", "attend", "schedule", 1, 4 * self.warpgroups, 1, 0)
-        return *self._p_edges(), *[partial_id] * self.config.batch_invariant
+    @property
+    def staging_bytes(self) -> int:
+        return self.attend_type.staging_bytes
 
-    def _p_edges(self) -> tuple[Edge, ...]:
-        """Return the edges on which left and right exchange P."""
-        # The bytes are P of B, which goes in the opposite direction. P of A lies in V.
-        return (Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * HALFWORD_BYTES, LANES, LANES),)
+    @property
+    def more_bytes(self) -> int:
+        """Bytes of P, if no edge has them."""
+        return self.attend_type.p_bytes(self)
 
-    def consumer(self, **parts: Any) -> "MlaAttend":
-        return MlaAttend(**parts)
-
-    def _combine(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, loads=None) -> Partials:
-        kind, slot_kind = (RowShares, Slots) if self.config.batch_invariant else (OwnRowShares, OwnSlots)
-        slots = slot_kind.create(addresses, geometry, self.config.head_dim_v, LATENT_PARTIAL_BYTES)
-        loads = loads or (LIST_ATTEND_LOADS if self.config.sparse else ATTEND_LOADS)
-        return kind(slots, loads)
-
-    def hooks(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> QueryHooks:
-        common = self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry
-        if self.config.batch_invariant:
-            return LatentWorkTiles(*common, self._combine(addresses, geometry))
-        return QueryHooks(*common)
-
-    def _allocate_tiles(self, smem) -> "MlaTiles":
-        # Rows of 128 bytes: 64 columns of P of B, or in 8-bit kernels 64 columns each of P of A and of B.
-        layout = copy.swizzled_layout(self.dtype, self.tile.m, copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width, 1)
-        p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
-        return MlaTiles(**vars(super()._allocate_tiles(smem)), p=p)
-
-    def _q_atom(self, a: Addresses, g: DecodeGeometry):
+    def q_atom(self, a: Addresses, g: DecodeGeometry):
         # The heads of an expanded query share one address. TMA does not load such a query, but its descriptor needs a
         # nonzero stride.
         (stride,) = self.config.q_strides(g.q_head)
         rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.VECTOR_BYTES // HALFWORD_BYTES)
         return self._row_boxes(a.query, (rows, self.config.q_dim, 1), (distance, distance), self.q_rows)
 
+    def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
+        c = self.config
+        sizes = (self.tile.m, self.tile.n * self.step_tiles, c.chunk_tokens, c.halves_chunks)
+        hooks = self.partition.hooks(self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry)
+        return self.partition.schedule_type(geometry, addresses, mask, *sizes, hooks)
+
     @cute.jit
-    def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue, schedule, scale):
+    def load(
+        self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale
+    ):
         """Run the warps of the first warpgroup that load keys, and the warps that combine."""
-        if warp < SCHEDULE_WARP - self.warps_without_work:
-            self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue)
-        elif const_expr(self.warps_without_work > 0 and self.config.batch_invariant):
-            combine = self._combine(addresses, geometry, loads=self.config.combine_loads)
-            partials = schedule.partials()
-            combine.run(partials, Int32(geometry.grid), addresses, geometry, scale, self.out_dtype)
-            combine.hand_back(self.merging_warps(geometry), partials)
+        if warp < self.loads.warps:
+            self.loads.run(warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry)
+        elif const_expr(self.idle_warps > 0):
+            self.partition.run_idle_warp(addresses, geometry, schedule, output_scale)
 
     @cute.jit
     def fetch_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
@@ -181,20 +174,13 @@ class MlaSm90(LatentKeys, DecodeSm90):
         else:
             self.load_q(addresses, geometry, tile, tiles, ring, step)
 
-    @property
-    def warps_without_work(self) -> int:
-        """Producer warps that do not read the work queue. They combine in batch-invariant kernels, and exit at once in
-        others."""
-        return SCHEDULE_WARP - self.loading_warps - self.dequant_warps
+    def softmax(self, scale) -> OnlineSoftmax:
+        return self.attend_type.softmax_type.create(scale, RowFragment.rows)
 
-    def merging_warps(self, geometry: DecodeGeometry):
-        """Return the number of warps of all CTAs that combine."""
-        return Int32(geometry.grid) * (self.warps_without_work + 4 * self.warpgroups)
-
-
-@dataclass
-class MlaTiles(SharedTiles):
-    p: Any  # P of tile B: [rows, tile.n, 1]
+    def run_attend(self, parts: dict[str, Any], softmax_scale, output_scale, addresses, geometry) -> None:
+        combine = self.partition.combine(addresses, geometry)
+        logits = self.loads.logits(parts["mask"], addresses, geometry)
+        self.attend_type(**parts, output_scale=output_scale, combine=combine, logits=logits).run(addresses, geometry)
 
 
 class KeyHalves:
@@ -217,7 +203,7 @@ class MlaOperands(KeyHalves, Operands):
     p_shared: Any
 
     @staticmethod
-    def of_both(kernel: MlaSm90, tiles) -> tuple["MlaOperands", "MlaOperands"]:
+    def of_both(kernel, tiles) -> tuple["MlaOperands", "MlaOperands"]:
         """Return the operands of left and of right, in the same registers, so that both share the
         code after the steps."""
         t, half, columns = kernel.tile, kernel.config.depth[1], kernel.config.columns
@@ -246,59 +232,28 @@ class MlaOperands(KeyHalves, Operands):
 
 
 @dataclass
-class MlaAttend(LatentRows, DecodeAttend):
-    """The two consumer warpgroups."""
+class MlaAttend(SharedSteps):
+    """The two consumer warpgroups of 16-bit products. They pass the turn, with P and references, to each other."""
 
-    sums_at = 2 * WARPGROUP_ROWS  # start of the sums in the memory of both, behind the references
+    staging_bytes = WARP_ROWS * 4 + WARP_SUM_BYTES  # of a warp: references of its rows, then sums
+    stages_in_q = False
+    softmax_type = OnlineSoftmax
+    sums_at = 2 * WARPGROUP_ROWS  # behind the references
 
-    def both_operands(self) -> tuple[Any, Any]:
-        """Return the operands of left and of right."""
-        return MlaOperands.of_both(self.kernel, self.tiles)
+    @staticmethod
+    def edges(kernel: MlaSm90, roles: Roles) -> list[Edge]:
+        """Return the edge on which left and right exchange P."""
+        # The bytes are P of B, which goes in the opposite direction. P of A lies in V.
+        size = kernel.tile.m * kernel.tile.n * HALFWORD_BYTES
+        return [roles.edge("p", "left", "right", 1, size, producer_lanes=LANES, consumer_lanes=LANES)]
 
-    def give_back_q(self, operands, work, consumer) -> None:
-        """Release Q after the work tile's last products."""
-        self.rings.q.release(work)
+    @staticmethod
+    def p_bytes(kernel: MlaSm90) -> int:
+        return 0
 
-    @cute.jit
-    def run(self, addresses: Addresses, geometry: DecodeGeometry):
-        q_ring = self.rings.q
-        consumer = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
-        left, right = self.both_operands()
-        warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
-        step, work = Int32(0), Int32(0)
-        tile = self.work_queue.read(work)
-        while tile.is_work_tile:
-            keys = tile.keys
-            # This barrier, like the barrier in Attend.run, tells the compiler that the warps have converged.
-            cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + consumer, number_of_threads=WARPGROUP)
-            self.softmax.reset()
-            left.o.fill(0.0)
-            row, q_stage = self.logit_row(tile, warp_row), q_ring.stage(work)
-            q_ring.wait_full(work)
-            if keys.begin < keys.end:
-                if consumer == 0:
-                    for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                        self.left_step(left, q_stage, row, step, n, n >= keys.full_end)
-                        step += 1
-                else:
-                    for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                        self.right_step(right, q_stage, row, step, n, n >= keys.full_end, n == keys.end - 1)
-                        step += 1
-            self.give_back_q(left, work, consumer)
-            self.add_sums()
-            self.store(left, tile, work, warp_row, consumer, addresses, geometry)
-            work += 1
-            tile = self.work_queue.read(work)
-        outputs = (addresses, geometry, self.output_scale, self.kernel.out_dtype)
-        if const_expr(self.kernel.config.batch_invariant):
-            # The tile after the last work tile has the number of partials.
-            self.combine.run(tile.partial_id, Int32(0), *outputs)
-            self.combine.hand_back(self.kernel.merging_warps(geometry), tile.partial_id)
-        else:
-            while tile.exists:
-                self.combine.combine(tile, cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS, *outputs)
-                work += 1
-                tile = self.work_queue.read(work)
+    @staticmethod
+    def operands(kernel, tiles: SharedTiles) -> tuple[MlaOperands, MlaOperands]:
+        return MlaOperands.of_both(kernel, tiles)
 
     # Each warpgroup has a single copy of its step. With copies for masked and last steps, instruction fetches slowed
     # the first three steps of a work tile. They took 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). Branches
@@ -313,13 +268,13 @@ class MlaAttend(LatentRows, DecodeAttend):
         self.scores(operands, q_stage, a, self.kernel.half_orders[0])
         warpgroup.wait_group(0)
         if row.needs_mask(masked):
-            self.to_logits(operands.scores(), 2 * n + 1, row, True)
+            self.mask.apply(operands.scores(), (2 * n + 1) * self.kernel.tile.n, row)
         self.softmax.step(operands.scores())
         operands.round_scores()
         self.write_p(operands, self.tiles.v, right.stage(a), operands.depth_v // BLOCK_COLUMNS)
         cute.arch.mbarrier_arrive(ping_pong.full_barrier(step))
         right.release(a)
-        self.rescale(operands)
+        operands.rescale(self.softmax)
         operands.issue_pv(left.stage(a))
         warpgroup.wait_group(0)
         left.release(a)
@@ -327,7 +282,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         ping_pong.wait_released(step)
         right.release(b)
         self.follow_other()
-        self.rescale(operands)
+        operands.rescale(self.softmax)
         operands.issue_other(left.stage(b), 0)
         warpgroup.wait_group(0)
         left.release(b)
@@ -348,14 +303,14 @@ class MlaAttend(LatentRows, DecodeAttend):
         left.release(b)
         scores = operands.scores()
         if row.needs_mask(masked):
-            self.to_logits(scores, 2 * n, row, True)
+            self.mask.apply(scores, 2 * n * self.kernel.tile.n, row)
         largest = [self.softmax.maximum(scores, r) for r in range(scores.rows)]
         slack = Float32(-SLACK) if is_first else Float32(SLACK)
         right.wait_full(a)
         ping_pong.wait_full(step)
         left.release(a)
         self.follow_other()
-        self.rescale(operands)
+        operands.rescale(self.softmax)
         operands.issue_other(right.stage(a), right.stage(a))
         for r in cutlass.range_constexpr(scores.rows):
             self.softmax.choose_reference(r, largest[r], slack)
@@ -365,40 +320,10 @@ class MlaAttend(LatentRows, DecodeAttend):
         ping_pong.release(step)
         warpgroup.wait_group(0)
         right.release(a)
-        self.rescale(operands)
+        operands.rescale(self.softmax)
         operands.issue_pv(right.stage(b))
         warpgroup.wait_group(0)
         right.release(b)
-
-    def scores(self, operands, q_stage, step, kv_halves: tuple[int, ...]) -> None:
-        """Issue S of a tile, one half at a time as they arrive."""
-        for i, kv_half in enumerate(kv_halves):
-            ring = (self.rings.k, self.rings.v)[kv_half]
-            ring.wait_full(step)
-            operands.issue_half(kv_half, q_stage, ring.stage(step), i > 0)
-
-    @cute.jit
-    def store(self, operands, tile, work, warp_row, column_half, addresses, geometry):
-        """Write this warp's rows to the output, or to a partial if the request has several chunks."""
-        if const_expr(self.kernel.config.batch_invariant):
-            self.rings.partial.wait_released(work)
-        if tile.chunks == 1:
-            rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
-            self.store_rows(operands, rows, warp_row, column_half)
-        else:
-            self.store_partial(operands, tile.partial_id, warp_row, column_half)
-        if const_expr(self.kernel.config.batch_invariant):
-            self.rings.partial.fill(work)
-        else:
-            self.combine.announce(tile)
-
-    @cute.jit
-    def store_partial(self, operands, partial_id, warp_row, column_half) -> None:
-        output = operands.output()
-        if warp_row < self.combine.slots.rows:
-            for r in cutlass.range_constexpr(output.rows):
-                reference, total = self.softmax.partial(r, output.lanes_per_row)
-                self.combine.store(partial_id, output, r, reference, total, warp_row, column_half)
 
     @cute.jit
     def write_p(self, operands, tiles, stage, block: cutlass.Constexpr[int]) -> None:
@@ -428,21 +353,6 @@ class MlaAttend(LatentRows, DecodeAttend):
         for r in cutlass.range_constexpr(RowFragment.rows):
             self.softmax.follow(r, self._reference(r, 1)[0])
 
-    @cute.jit
-    def add_sums(self) -> None:
-        """Add the other warpgroup's row sums to this one's; each has processed half of the keys."""
-        mine, its = self._sums(0), self._sums(1)
-        for r in cutlass.range_constexpr(RowFragment.rows):
-            mine[r] = self.softmax.row_sum[r]
-        self.meet()
-        for r in cutlass.range_constexpr(RowFragment.rows):
-            self.softmax.row_sum[r] = self.softmax.row_sum[r] + its[r]
-        self.meet()
-
-    def meet(self) -> None:
-        """Wait for both warpgroups."""
-        cute.arch.barrier(barrier_id=NamedBarrier.COMBINE, number_of_threads=2 * WARPGROUP)
-
     # No warpgroup overwrites a value that the other may still read. References are written after the other warpgroup's
     # turn, which follows its read. The sums are read between two barriers of both warpgroups.
 
@@ -452,17 +362,8 @@ class MlaAttend(LatentRows, DecodeAttend):
         row = (warp ^ (4 * other)) * WARP_ROWS + RowFragment.first_row() + RowFragment.row_offset(r)
         return self._state(row, 1)
 
-    def _sums(self, other: int):
-        """Return the location of the sums of a thread's rows, or of the matching thread's rows in
-        the other warpgroup."""
-        thread = (cute.arch.thread_idx()[0] - WARPGROUP) ^ (other * WARPGROUP)
-        return self._state(self.sums_at + thread * RowFragment.rows, RowFragment.rows)
-
-    def _state(self, place, size: int):
-        pointer = cute.recast_ptr(self.tiles.staging, dtype=Float32)
-        return cute.make_tensor(pointer + place, cute.make_layout(size))
-
 
 def build(config: MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return MlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)
+    kernel = MlaSm90(config, MlaAttend, Reader.TENSOR_CORES)
+    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)

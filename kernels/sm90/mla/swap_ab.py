@@ -8,7 +8,7 @@ half of the time for 64 rows of Q.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -20,24 +20,28 @@ from hopwell.kernels.config.splitting import node_bytes
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.tree import Node, Tree
+from hopwell.kernels.parts.core.device import device_struct, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
-from hopwell.kernels.parts.core.kernel import LOADERS, example_arguments
-from hopwell.kernels.parts.core.pipeline import Edge
+from hopwell.kernels.parts.core.kernel import LOADERS, SharedTiles, example_arguments
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Ring, Roles
+from hopwell.kernels.parts.load.kv_source import KvSource
 from hopwell.kernels.parts.partition.stream_k import StreamKSchedule, StreamKTile, TopkStreamKSchedule
+from hopwell.kernels.parts.partition.tiles import WorkQueue
+from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.sm90.common.kernel import Q_WARP
 from hopwell.kernels.sm90.common.mma import issue_mma, make_transposed_mmas
-from hopwell.kernels.sm90.decode.leaf_tree import LeafTree
+from hopwell.kernels.sm90.decode.base import DecodeKernel
+from hopwell.kernels.sm90.decode.leaves import LeafTree, WarpgroupExchange
 from hopwell.kernels.sm90.decode.swap_ab import (
     ColumnOperands,
-    LeafConsumer,
-    LeafTiles,
-    SwapABDecodeSm90,
+    LeafProducts,
+    SwapABTree,
     transposed_values,
 )
-from hopwell.kernels.sm90.mla.key_halves import LatentKeys, LatentRows
+from hopwell.kernels.sm90.mla.key_halves import LatentLoads, latent_mask_type
 
 
-class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
+class SwapABMlaSm90(SwapABTree, DecodeKernel):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
     :class:`SwapABDecodeSm90`. K and V are the left and right halves of a key; both halves are key and value.
 
@@ -48,8 +52,8 @@ class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
         warps 8..11 combine  from nodes to the output, see parts/combine/tree.py
 
     Edges
-        loaded K, loaded V  load_keys -> dequantize  bytes of both halves of 8-bit keys; released on K and V
-        K, V    load_keys -> attend   released when the product with their half of the value has been added to O
+        loaded_k, loaded_v  load_keys -> dequantize  bytes of both halves of 8-bit keys; released on k and v
+        k, v    load_keys -> attend   released when the product with their half of the value has been added to O
         leaf    attend -> combine     a leaf's node; released when it is in registers
 
     Steady state: memory is the limit. A tile is processed in half of the time of its load. Combining a leaf takes as
@@ -61,48 +65,77 @@ class SwapABMlaSm90(LatentKeys, SwapABDecodeSm90):
     """
 
     p_tiles = 1
-    dequant_warps_of_8_bits = 1
+
+    def __init__(self, config: MlaConfig, products: LeafProducts):
+        self.products, self.reader, self.loads = products, products.reader, LatentLoads(self, dequant_warps=1)
+        super().__init__(config)
+
+    def kv_source(self) -> type[KvSource]:
+        return self.loads.kv_source()
+
+    def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
+        return self.loads.kv_atoms(a, g)
 
     @property
-    def warps_without_work(self) -> int:
-        """Load warps without work: the second one, which copies rows, if TMA loads the keys."""
-        return LOADERS - self.loading_warps - self.dequant_warps
+    def mask_type(self) -> type[IntervalMask]:
+        return latent_mask_type(self.config)
+
+    @property
+    def half_orders(self) -> tuple[tuple[int, int], ...]:
+        """Order in which the halves, left (0) and right (1), of a step's tiles are multiplied and loaded by TMA."""
+        return ((0, 1),) * self.step_tiles
+
+    @property
+    def roles(self) -> dict[str, int]:
+        c = self.config
+        combine = {"combine": WARPS} if c.has_combine_role else {}
+        others = WARPS * len(c.registers) - 1 - (LOADERS - self.loads.warps)  # a load warp may have no work
+        return {**self.loads.roles, "load_q": 1, "attend": WARPS, **combine, "all others": others}
+
+    def _edges(self, roles: Roles) -> tuple[Edge, ...]:
+        lanes = dict(producer_lanes=LANES, consumer_lanes=LANES)
+        leaf = [roles.edge("leaf", "attend", "combine", 1, **lanes)] if self.config.has_combine_role else []
+        return self.q_edge(roles), *self.loads.edges(roles, self.reader), self._work_edge(roles), *leaf
+
+    @property
+    def nodes_bytes(self) -> int:
+        """Bytes of shared memory through which a leaf's node passes to the combine warpgroup. Without a combine role,
+        nodes wait in registers and in global memory."""
+        return node_bytes(self.tile.m, self.config.head_dim_v) if self.config.has_combine_role else 0
 
     @property
     def schedule_type(self) -> type[StreamKSchedule]:
         return TopkStreamKSchedule if self.config.sparse else StreamKSchedule
 
-    @property
-    def nodes_bytes(self) -> int:
-        """Bytes of shared memory through which a leaf's node passes to the combine warpgroup."""
-        return node_bytes(self.tile.m, self.config.head_dim_v)
+    @cute.jit
+    def load(
+        self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale
+    ):
+        """Run the warps of the first warpgroup that load keys and Q."""
+        if warp < self.loads.warps:
+            self.loads.run(warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry)
+        elif warp == Q_WARP:
+            self.load_all_q(addresses, geometry, tiles, rings, work_queue)
 
-    def _more_edges(self) -> tuple[Edge, ...]:
-        return (Edge("leaf", "attend", "combine", 1, 4, 4, 0, LANES, LANES),)
+    def run_attend(self, parts: dict[str, Any], softmax_scale, output_scale, addresses, geometry) -> None:
+        exchange, tree = WarpgroupExchange(self, parts["tiles"]), self.tree(addresses, geometry, parts["tiles"])
+        if self.config.has_combine_role:
+            leaves = LeafHandOver(parts["rings"].leaf, tree)
+        else:
+            tree = replace(tree, held=self._node())
+            leaves = LeafTree(self, exchange, tree, self.products.output(self), output_scale)
+        self.run_leaves(parts, exchange, leaves, TileByTile(), addresses, geometry)
 
-    def run_combine(self, tiles, rings, work_queue, addresses, geometry, scale) -> None:
-        combine = replace(self._combine(addresses, geometry, tiles), held=self._node())
-        self.combine_type(self, tiles, rings.leaf, scale, combine).run(self._node(), work_queue, addresses, geometry)
-
-    @property
-    def combine_type(self) -> "type[LatentCombine]":
-        return LatentCombine
+    def run_combine(self, tiles, rings, work_queue, addresses, geometry, output_scale) -> None:
+        tree = replace(self.tree(addresses, geometry, tiles), held=self._node())
+        exchange, output = WarpgroupExchange(self, tiles), self.products.output(self)
+        leaves = LeafTree(self, exchange, tree, output, output_scale)
+        LeafCombine(rings.leaf, leaves).run(self._node(), work_queue, addresses, geometry)
 
     def _node(self) -> Node:
         """Return a node in new registers: for the node that rises, or for the node that waits at the first level."""
         elements = self.tile.m * self.config.head_dim_v // WARPGROUP
         return Node.of(cute.make_rmem_tensor(elements, Float32), self.tile.m)
-
-    def consumer(self, **parts: Any) -> "LatentLeafAttend":
-        return LatentLeafAttend(**parts)
-
-    @cute.jit
-    def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue, schedule, scale):
-        """Run the warps of the first warpgroup that load keys and Q."""
-        if warp < LOADERS - self.warps_without_work:
-            self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, work_queue)
-        elif warp == Q_WARP:
-            self.load_all_q(addresses, geometry, tiles, rings, work_queue)
 
 
 @dataclass
@@ -113,7 +146,7 @@ class LatentOperands(ColumnOperands):
     columns: int  # of the output
 
     @staticmethod
-    def latent_fields(kernel, tiles: LeafTiles, mmas: tuple) -> dict[str, Any]:
+    def latent_fields(kernel, tiles: SharedTiles, mmas: tuple) -> dict[str, Any]:
         depth_qk, columns = kernel.config.depth
         fields = ColumnOperands.fields(kernel, tiles, mmas, (tiles.k, tiles.v), columns, 1)
         return dict(**fields, depths=(columns // 2, depth_qk - columns // 2), columns=columns)
@@ -140,6 +173,12 @@ class LatentOperands(ColumnOperands):
     def rescale_output(self, factors) -> None:
         self.output().scale_rows(factors)
 
+    @cute.jit
+    def rescale(self, softmax) -> None:
+        """Rescale O to the references that the latest step has chosen."""
+        if softmax.reference_moved():
+            self.rescale_output(softmax.rescale)
+
 
 @dataclass
 class LatentLeafOperands(LatentOperands):
@@ -149,7 +188,7 @@ class LatentLeafOperands(LatentOperands):
     o_halves: tuple
 
     @staticmethod
-    def create(kernel, tiles: LeafTiles) -> "LatentLeafOperands":
+    def create(kernel, tiles: SharedTiles) -> "LatentLeafOperands":
         mmas, half = make_transposed_mmas(kernel.dtype, kernel.tile.m), kernel.config.depth[1] // 2
         fields = LatentOperands.latent_fields(kernel, tiles, mmas)
         o, layout = fields["o"], cute.make_layout(mmas[1].partition_shape_C((half, kernel.tile.m)))
@@ -164,54 +203,55 @@ class LatentLeafOperands(LatentOperands):
         """Add V^T P^T of tile ``step`` to the left (0) and right (1) half of O^T, and release the tile's halves."""
         for kv_half, ring in enumerate(rings):
             v = self.v[kv_half][None, None, None, ring.stage(step)]
-            issue_mma(self.pv_mma, self.o_halves[kv_half], v, self.p[None, None, None, 0], self.tile_n, True)
+            issue_mma(self.pv_mma, self.o_halves[kv_half], v, self.p[None, None, None, 0], self.kernel.tile.n, True)
         for kv_half, ring in enumerate(rings):
             warpgroup.wait_group(1 - kv_half)
             ring.release(step)
 
 
-class LatentLeaves(LatentRows):
-    """Mixin for consumers that attend to leaves of latent keys tile by tile, because shared memory cannot hold a whole
-    leaf."""
+@device_struct
+class TileByTile:
+    """Main loop over leaves of latent keys tile by tile, because shared memory cannot hold a whole leaf."""
 
     @cute.jit
-    def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
+    def attend_leaf(self, attend, operands, node: Node, q_stage, row, n, masked, step):
         """Compute the node of leaf n of the keys; ``step`` is the number of its first tile in this CTA. Return the next
         leaf's step."""
-        self.softmax.reset()
+        attend.softmax.reset()
         operands.o.fill(0.0)
-        tiles = self.kernel.step_tiles
+        tiles = attend.kernel.step_tiles
         for i in cutlass.range(tiles, unroll=1):
             # Tiles come from right to left.
-            self.attend_tile(operands, q_stage, row, (n + 1) * tiles - 1 - i, masked, step + i)
+            self.attend_tile(attend, operands, q_stage, row, (n + 1) * tiles - 1 - i, masked, step + i)
         for r in cutlass.range_constexpr(node.rows):
-            node.reference[r], node.total[r] = self.softmax.partial(r, ColumnFragment.lanes_per_row)
+            node.reference[r], node.total[r] = attend.softmax.partial(r, ColumnFragment.lanes_per_row)
         return step + tiles
 
     @cute.jit
-    def attend_tile(self, operands, q_stage, row, n, masked, step) -> None:
+    def attend_tile(self, attend, operands, q_stage, row, n, masked, step) -> None:
         """Attend to tile n of the keys, the ``step``-th of this CTA."""
-        kv_halves = (self.rings.k, self.rings.v)
+        kv_halves = (attend.rings.k, attend.rings.v)
         scores = operands.scores()
-        row = row.of_tile(n * self.kernel.tile.n)
+        row = row.of_tile(n * attend.kernel.tile.n)
         operands.multiply_keys(kv_halves, step, q_stage)
         if row.needs_mask(masked):
-            self.mask.apply(scores, n * self.kernel.tile.n + self.warp * ColumnFragment.warp_columns, row)
-        largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
+            attend.mask.apply(scores, n * attend.kernel.tile.n + warp_in_warpgroup() * ColumnFragment.warp_columns, row)
+        largest = attend.exchange.over_warps([attend.softmax.maximum(scores, r) for r in range(scores.rows)])
         for r in cutlass.range_constexpr(scores.rows):
-            self.softmax.accumulate(scores, r, largest[r])
-        self.write_weights(scores, 0)
-        self.rescale(operands)
-        operands.show_weights()
-        self.meet_warpgroup()
+            attend.softmax.accumulate(scores, r, largest[r])
+        operands.write_weights(attend.tiles.p, scores, 0)
+        operands.rescale(attend.softmax)
+        operands.prepare_values(kv_halves, step)
+        attend.exchange.meet()
         operands.multiply_values(kv_halves, step)
 
 
-@dataclass
-class LatentLeafAttend(LatentLeaves, LeafConsumer):
-    """Consumer that passes leaves to the combine warpgroup."""
+@device_struct
+class LeafHandOver:
+    """Hands the node of each leaf to the combine warpgroup."""
 
-    operands_type: ClassVar[type] = LatentLeafOperands
+    ring: Ring
+    combine: Tree
 
     def first_step(self):
         """Return the numbers of the first tile and of the first leaf of this CTA."""
@@ -221,7 +261,7 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
     def combine_segment(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
         """Pass the node of each leaf of a segment to combine. Return the step after the segment; no node is left in
         global memory."""
-        ring, keys = self.rings.leaf, tile.keys
+        ring, keys = self.ring, tile.keys
         tiles, leaf = step
         for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
             tiles = next_leaf(n, n < keys.full_begin or n >= keys.full_end, tiles)
@@ -235,38 +275,38 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
         """Do nothing: the combine warpgroup writes the output tile."""
 
 
-@dataclass
-class LatentCombine(LeafTree):
-    """The combine warpgroup."""
+@device_struct
+class LeafCombine:
+    """The combine warpgroup: takes the node of each leaf and combines it."""
 
-    kernel: Any
-    tiles: Any
-    leaf_ring: Any
-    output_scale: Float32
-    combine: Tree
+    ring: Ring
+    leaves: LeafTree
 
     @cute.jit
-    def run(self, node: Node, work_queue, addresses: Addresses, geometry: DecodeGeometry):
+    def run(self, node: Node, work_queue: WorkQueue, addresses: Addresses, geometry: DecodeGeometry):
         leaf, work = Int32(0), Int32(0)
         tile = work_queue.read(work)
         while tile.exists:
-            self.meet_warpgroup()
+            self.leaves.exchange.meet()
             # Without clear(), the compiler would keep the held node in registers while partials are combined.
-            self.combine.held.clear()
-            leaf, left = self.combine_segment(partial(self.take, node), node, tile, leaf)
-            self.finish_segment(node, tile, left, addresses, geometry)
+            self.leaves.combine.held.clear()
+            leaf, left = self.leaves.combine_segment(partial(self.take, node), node, tile, leaf)
+            self.leaves.finish_segment(node, tile, left, addresses, geometry)
             work += 1
             tile = work_queue.read(work)
 
     @cute.jit
     def take(self, node: Node, n, masked, leaf):
         """Take the ``leaf``-th node of this CTA."""
-        self.leaf_ring.wait_full(leaf)
-        self.combine.take(node)
-        self.leaf_ring.release(leaf)
+        self.ring.wait_full(leaf)
+        self.leaves.combine.take(node)
+        self.ring.release(leaf)
         return leaf + 1
+
+
+WGMMA = LeafProducts(LatentLeafOperands, Reader.TENSOR_CORES)
 
 
 def build(config: MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return SwapABMlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)
+    return SwapABMlaSm90(config, WGMMA), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -1,7 +1,12 @@
-"""Hopper MLA decode of few rows with 8-bit operands: queries, keys, weights and values in e4m3 (fp8 MMA)."""
+"""Hopper MLA decode of few rows with 8-bit operands: queries, keys, weights and values in e4m3 (fp8 MMA).
+
+The kernel has the roles and edges of ``SwapABMlaSm90``. Its products are already transposed, so O needs no transpose at
+the end. ``fp8.py`` explains how the value gets into registers for its products. A lane holds two adjacent columns of
+every sixteen of O.
+"""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -11,37 +16,21 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import fma, prmt, shared_address, shared_array
+from hopwell.kernels.parts.core.device import device_struct, fma, prmt, shared_address, shared_array, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
-from hopwell.kernels.parts.core.kernel import example_arguments
+from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
+from hopwell.kernels.parts.core.pipeline import Reader
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
 from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.parts.rows.softmax import ColumnSoftmax, TileSoftmax
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.sm90.decode.swap_ab import LeafTiles
+from hopwell.kernels.sm90.decode.leaves import row_factors
+from hopwell.kernels.sm90.decode.swap_ab import LeafProducts
 from hopwell.kernels.sm90.mla.fp8 import Values
-from hopwell.kernels.sm90.mla.swap_ab import LatentCombine, LatentLeafAttend, LatentOperands, SwapABMlaSm90
+from hopwell.kernels.sm90.mla.swap_ab import LatentOperands, SwapABMlaSm90
 
 # Byte permute that splits two 16-bit elements: both lower bytes first, then both upper bytes.
 BYTES_APART = 0x3120
-
-
-class Fp8SwapABMlaSm90(SwapABMlaSm90):
-    """Attention of up to 16 packed rows like :class:`SwapABMlaSm90`, with 8-bit products.
-
-    Products are already transposed there, so O needs no transpose at the end. :class:`Fp8MlaSm90` explains how the
-    value gets into registers for its products. A lane holds two adjacent columns of every sixteen of O.
-    """
-
-    def softmax(self, scale) -> "TileColumnSoftmax":
-        return TileColumnSoftmax.create(scale, self.tile.m // QUAD)
-
-    def consumer(self, **parts: Any) -> "Fp8LatentAttend":
-        return Fp8LatentAttend(**parts)
-
-    @property
-    def combine_type(self) -> type[LatentCombine]:
-        return Fp8LatentCombine
 
 
 @dataclass
@@ -57,10 +46,9 @@ class Fp8LatentOperands(LatentOperands):
     added: tuple  # the products to add to O
     factors: Any  # for each row of a lane: the factor that rescales O to the tile's reference
     tiles: Any
-    kernel: Any
 
     @staticmethod
-    def create(kernel, tiles: LeafTiles) -> "Fp8LatentOperands":
+    def create(kernel, tiles: SharedTiles) -> "Fp8LatentOperands":
         t, source, shape = kernel.tile, warpgroup.OperandSource, (WARPGROUP_ROWS, kernel.tile.m)
         qk_mma, pv_mma = (
             make_mma(kernel.dtype, shape, place, OperandMajorMode.K, warpgroups=1)
@@ -74,7 +62,6 @@ class Fp8LatentOperands(LatentOperands):
             added=tuple(cute.make_rmem_tensor(product, Float32) for _ in blocks),
             factors=cute.make_rmem_tensor(t.m // QUAD, Float32),
             tiles=tiles,
-            kernel=kernel,
         )
 
     def multiply_values(self, rings, step) -> None:
@@ -86,7 +73,7 @@ class Fp8LatentOperands(LatentOperands):
                 values.read(block, cute.recast_tensor(operand, Uint32))
             p = self.p[None, None, None, 0]
             for operand, product in zip(self.values, self.added, strict=True):
-                issue_mma(self.pv_mma, product, operand, p, self.tile_n, False)
+                issue_mma(self.pv_mma, product, operand, p, self.kernel.tile.n, False)
             warpgroup.wait_group(0)
             ring.release(step)
             for block, product in enumerate(self.added):
@@ -98,51 +85,49 @@ class Fp8LatentOperands(LatentOperands):
             row = i // 4 * 2 + i % 2
             self.o[first + i] = fma(self.o[first + i], self.factors[row], product[i])
 
-
-@dataclass
-class Fp8LatentAttend(LatentLeafAttend):
-    """The consumer warpgroup."""
-
-    operands_type: ClassVar[type] = Fp8LatentOperands
-
-    def rescale(self, operands) -> None:
+    def rescale(self, softmax) -> None:
         """Save the factors; O is rescaled when a product is added to it."""
-        for r in range(cute.size(operands.factors)):
-            operands.factors[r] = self.softmax.rescale[r]
+        for r in range(cute.size(self.factors)):
+            self.factors[r] = softmax.rescale[r]
 
     @cute.jit
-    def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
+    def write_weights(self, p, scores, tile: cutlass.Constexpr[int]) -> None:
         """Write P in the key order of :class:`Values`."""
         g, t = place_in_warp()
-        base = shared_address(self.tiles.p.iterator)
+        base = shared_address(p.iterator)
         for product in cutlass.range_constexpr(scores.products):
             # A lane holds rows 2t and 2t + 1 of keys g and 8 + g. Two bytes are one element of the matrix transpose.
             # After it, a lane has row g of keys 2t and 8 + 2t, 2t + 1 and 9 + 2t.
             pairs = [scores.get(2 * product + row, c) for row in range(2) for c in range(2)]
             word = transposed(copy.pack_e4m3_x4(pairs))
-            vector = copy.swizzled_vector(base, MMA_COLUMNS * product + g, self.warp)
+            vector = copy.swizzled_vector(base, MMA_COLUMNS * product + g, warp_in_warpgroup())
             shared_array(Uint32, vector + 4 * t)[0] = prmt(word, word, BYTES_APART)
 
 
-@dataclass
-class Fp8LatentCombine(LatentCombine):
-    """The combine warpgroup."""
+@device_struct
+class ColumnPairOutput:
+    """Output whose accumulators have pairs of adjacent columns."""
+
+    kernel: Any  # configuration only
 
     @cute.jit
-    def store_columns(self, output, statistics, rows: PackedRows) -> None:
+    def store(self, output, statistics, rows: PackedRows) -> None:
         """Write the results of all rows; a lane holds pairs of adjacent columns."""
         g, _ = place_in_warp()
-        factors = self.row_factors(output, statistics, rows)
+        factors = row_factors(output, statistics, rows)
         for r in cutlass.range_constexpr(output.rows):
             row = output.first_row() + output.row_offset(r)
             target = rows.output(row, 0)
             if row < rows.count:
                 for c in cutlass.range_constexpr(0, output.columns, 2):
                     scaled = [output.get(r, c + k) * factors[r] for k in range(2)]
-                    column = (4 * (c // 2) + self.warp) * ColumnFragment.warp_columns + 2 * g
+                    column = (4 * (c // 2) + warp_in_warpgroup()) * ColumnFragment.warp_columns + 2 * g
                     copy.store_rounded(target + column * rows.out_bytes, scaled, self.kernel.out_dtype)
+
+
+FP8 = LeafProducts(Fp8LatentOperands, Reader.BOTH, TileColumnSoftmax, ColumnPairOutput)
 
 
 def build(config: MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return Fp8SwapABMlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)
+    return SwapABMlaSm90(config, FP8), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -1,6 +1,7 @@
 """Consumer warpgroups of Hopper prefill with 8-bit operands (fp8 MMA): Q, K, P and V."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -12,10 +13,9 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import fma
 from hopwell.kernels.parts.core.fragment import SplitRowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles
-from hopwell.kernels.parts.rows.epilogue import OutputRows, output_rows
+from hopwell.kernels.sm90.common.attend import MainLoop, WarpgroupPlace
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.sm90.common.row_loop import Operands
-from hopwell.kernels.sm90.prefill.rows import PrefillAttend
+from hopwell.kernels.sm90.common.operands import Operands
 
 # Maximum columns of V in one product. Hopper's tensor cores add 8-bit products with 13 to 14 bits of mantissa. So O is
 # accumulated by float32 instructions, tile by tile, from products with zero accumulators. These products need registers
@@ -24,23 +24,16 @@ N_SLICE_COLUMNS = 64
 PRODUCT_REGISTERS = 184  # of a lane for S, P, O and the product of one n slice; with more, kernels spill
 
 
-@dataclass
-class Fp8Attend(PrefillAttend):
-    """Consumer that adds P V of a tile to O rescaled to the tile's reference, see ``TileSoftmax``.
+class NSliceLoop(MainLoop):
+    """Main loop that adds P V of a tile to O rescaled to the tile's reference, see ``TileSoftmax``.
 
     In one turn a warpgroup issues P V of the previous tile for the first n slice, then Q K^T. The first slice is added
     to O while Q K^T runs. The other slices of P V follow.
     """
 
-    def operands(self, row_block, column_half, addresses, geometry) -> "NSliceOperands":
-        return NSliceOperands.create(self.kernel, self.tiles, row_block, column_half)
-
-    def output_rows(self) -> type[OutputRows]:
-        return output_rows(self.kernel.out_dtype, stages_pairs=False)
-
     @cute.jit
-    def next_step(self, operands, ping_pong, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
-        k_ring, v_ring = self.rings.k, self.rings.v
+    def next_step(self, attend, operands, ping_pong, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
+        k_ring, v_ring = attend.rings.k, attend.rings.v
         v_stage = v_ring.stage(kv_step)
         k_ring.wait_full(kv_step + 1)
         v_ring.wait_full(kv_step)
@@ -51,57 +44,58 @@ class Fp8Attend(PrefillAttend):
             if const_expr(n_slice == operands.n_slices - 1):
                 ping_pong.pass_on()
             warpgroup.wait_group(1 if n_slice == 0 else 0)
-            operands.add_n_slice(n_slice, self.softmax.rescale)
+            operands.add_n_slice(n_slice, attend.softmax.rescale)
             if const_expr(n_slice + 1 < operands.n_slices):
                 operands.issue_n_slice(v_stage, n_slice + 1)
         v_ring.release(kv_step)
         warpgroup.wait_group(0)
         k_ring.release(kv_step + 1)
-        self.to_logits(operands.scores(), n, row, masked)
-        self.softmax.step(operands.scores())
+        attend.to_logits(operands.scores(), n, row, masked)
+        attend.softmax.step(operands.scores())
         operands.round_scores()
 
-    @cute.jit
-    def begin_pv(self, operands, v_stage):
-        for n_slice in cutlass.range_constexpr(operands.n_slices):
-            operands.issue_n_slice(v_stage, n_slice)
-            warpgroup.wait_group(0)
-            operands.add_n_slice(n_slice, self.softmax.rescale)
 
-    def rescale(self, operands) -> None:
-        """Do nothing: O is rescaled when a product is added to it."""
+def fp8_fields(kernel, tiles: SharedTiles, row_block, width: int) -> dict[str, Any]:
+    """Return the fields of :class:`Operands` for fp8 products of ``width`` columns of V.
 
-
-@dataclass
-class Fp8Operands(Operands):
-    """Operands with transposed ``v``: its columns are rows, in the order of ``TransposingConverter``. A product covers
-    some or all of the columns."""
-
-    @classmethod
-    def of_products(cls, kernel, tiles: SharedTiles, row_block, width: int, /, **more):
-        """Return operands for products of ``width`` columns of V. ``more`` are fields of a subclass."""
-        t, source = kernel.tile, warpgroup.OperandSource
-        depth_qk, depth_v = kernel.config.depth
-        qk_mma, pv_mma = [
-            make_mma(kernel.dtype, (WARPGROUP_ROWS, n), place, OperandMajorMode.K, warpgroups=kernel.warpgroups)
-            for n, place in ((t.n, source.SMEM), (width, source.RMEM))
-        ]
-        qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)
-        return cls(
-            qk_mma=qk_mma,
-            pv_mma=pv_mma,
-            q=qk.make_fragment_A(qk.partition_A(tiles.q)),
-            k=qk.make_fragment_B(qk.partition_B(tiles.k)),
-            v=pv.make_fragment_B(pv.partition_B(tiles.v)),
-            s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
-            o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
-            p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
-            dtype=kernel.dtype,
-            tile_n=t.n,
-            depth_qk=depth_qk,
-            depth_v=depth_v,
-            **more,
+    ``v`` is transposed: its columns are rows, in the order of ``TransposingConverter``.
+    """
+    t, source = kernel.tile, warpgroup.OperandSource
+    depth_qk, depth_v = kernel.config.depth
+    qk_mma, pv_mma = [
+        make_mma(
+            kernel.dtype,
+            (WARPGROUP_ROWS, n),
+            place,
+            OperandMajorMode.K,
+            warpgroups=kernel.config.consumer_warpgroups,
         )
+        for n, place in ((t.n, source.SMEM), (width, source.RMEM))
+    ]
+    qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)
+    return dict(
+        qk_mma=qk_mma,
+        pv_mma=pv_mma,
+        q=qk.make_fragment_A(qk.partition_A(tiles.q)),
+        k=qk.make_fragment_B(qk.partition_B(tiles.k)),
+        v=pv.make_fragment_B(pv.partition_B(tiles.v)),
+        s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
+        o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
+        p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
+        dtype=kernel.dtype,
+        tile_n=t.n,
+        depth_qk=depth_qk,
+        depth_v=depth_v,
+    )
+
+
+class Fp8Rows:
+    """Base, beside ``Operands``, of operands whose P is e4m3: the order of the elements of P and O."""
+
+    s: Any
+    o: Any
+    p: Any
+    depth_v: int
 
     def output(self) -> SplitRowFragment:
         return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row)
@@ -113,19 +107,21 @@ class Fp8Operands(Operands):
 
 
 @dataclass
-class NSliceOperands(Fp8Operands):
+class NSliceOperands(Fp8Rows, Operands):
     """Operands of n slices; ``product`` is the product of P and one n slice of V."""
 
     product: object
     n_slices: int
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "NSliceOperands":
+    def create(kernel, tiles: SharedTiles, place: WarpgroupPlace, addresses, geometry) -> "NSliceOperands":
         depth_v = kernel.config.depth[1]
         width = n_slice_columns(depth_v, kernel.tile.n)
         # A lane has the accumulators of wgmma: two columns of each eight, of two rows.
         product = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
-        return NSliceOperands.of_products(kernel, tiles, row_block, width, product=product, n_slices=depth_v // width)
+        return NSliceOperands.of_products(
+            kernel, tiles, place.row_block, width, product=product, n_slices=depth_v // width
+        )
 
     def issue_n_slice(self, v_stage, n_slice: int) -> None:
         """Issue the product of P and one n slice of V."""
@@ -140,6 +136,16 @@ class NSliceOperands(Fp8Operands):
         first = n_slice * cute.size(self.product)
         for i in cutlass.range_constexpr(cute.size(self.product)):
             self.o[first + i] = fma(self.o[first + i], factors[i // 2 % 2], self.product[i])
+
+    @cute.jit
+    def add_values(self, v_stage, softmax):
+        for n_slice in cutlass.range_constexpr(self.n_slices):
+            self.issue_n_slice(v_stage, n_slice)
+            warpgroup.wait_group(0)
+            self.add_n_slice(n_slice, softmax.rescale)
+
+    def rescale(self, softmax) -> None:
+        """Do nothing: O is rescaled when a product is added to it."""
 
 
 def round_to_bytes(s, words) -> None:

@@ -21,9 +21,11 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import fma, shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles
-from hopwell.kernels.parts.rows.epilogue import STAGING_BYTES, OutputRows, output_rows
-from hopwell.kernels.sm90.prefill.fp8 import Fp8Operands
-from hopwell.kernels.sm90.prefill.overlapped import OverlappedAttend
+from hopwell.kernels.parts.rows.epilogue import STAGING_BYTES
+from hopwell.kernels.sm90.common.attend import WarpgroupPlace
+from hopwell.kernels.sm90.common.operands import Operands
+from hopwell.kernels.sm90.prefill.fp8 import Fp8Rows, fp8_fields
+from hopwell.kernels.sm90.prefill.overlapped import OverlappedLoop
 
 # Steps are counted from the first key of a request. So promotion depends only on the keys, and neither on the rows that
 # share a tile nor on the batch.
@@ -36,35 +38,25 @@ PROMOTED_VECTORS = 13  # a lane's other vectors: of O, and one for its reference
 PROMOTED_BYTES = LANES * PROMOTED_VECTORS * copy.VECTOR_BYTES  # of a warp
 
 
-@dataclass
-class PromotingFp8Attend(OverlappedAttend):
-    """Consumer with one reference per tile, see ``TileSoftmax``. It rescales O in every step, under Q K^T."""
-
-    def operands(self, row_block, column_half, addresses, geometry) -> "PromotedOperands":
-        return PromotedOperands.create(self.kernel, self.tiles, row_block, column_half)
-
-    def output_rows(self) -> type[OutputRows]:
-        return output_rows(self.kernel.out_dtype, stages_pairs=False)
-
-    def rescale(self, operands) -> None:
-        operands.rescale_output(self.softmax.rescale)
+class PromotingLoop(OverlappedLoop):
+    """Main loop with one reference per tile, see ``TileSoftmax``. It rescales O in every step, under Q K^T."""
 
     @cute.jit
-    def next_step(self, operands, ping_pong, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
+    def next_step(self, attend, operands, ping_pong, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
         # S needs no registers here. The promotion comes with the last of PROMOTION_STEPS tiles, so short requests have
         # none.
         if n % PROMOTION_STEPS == PROMOTION_STEPS - 1:
-            operands.promote(self.softmax)
-        OverlappedAttend.next_step(self, operands, ping_pong, q_stage, row, kv_step, n, masked)
+            operands.promote(attend.softmax)
+        OverlappedLoop.next_step(self, attend, operands, ping_pong, q_stage, row, kv_step, n, masked)
 
     @cute.jit
-    def last_step(self, operands, kv_step):
-        OverlappedAttend.last_step(self, operands, kv_step)
-        operands.add_promoted(self.softmax)
+    def last_step(self, attend, operands, kv_step):
+        OverlappedLoop.last_step(self, attend, operands, kv_step)
+        operands.add_promoted(attend.softmax)
 
 
 @dataclass
-class PromotedOperands(Fp8Operands):
+class PromotedOperands(Fp8Rows, Operands):
     """Operands of a lane that keeps the float32 sum of its part of O in its own vectors of shared memory."""
 
     staging: Int32  # of all warps that store; the vectors of all lanes follow
@@ -72,9 +64,14 @@ class PromotedOperands(Fp8Operands):
     kernel: Any  # configuration only
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "PromotedOperands":
+    def create(kernel, tiles: SharedTiles, place: WarpgroupPlace, addresses, geometry) -> "PromotedOperands":
         places = dict(staging=shared_address(tiles.staging), values=shared_address(tiles.v.iterator))
-        return PromotedOperands.of_products(kernel, tiles, row_block, kernel.config.depth[1], kernel=kernel, **places)
+        fields = fp8_fields(kernel, tiles, place.row_block, kernel.config.depth[1])
+        return PromotedOperands(**fields, kernel=kernel, **places)
+
+    def rescale(self, softmax) -> None:
+        """Rescale O in every step."""
+        self.rescale_output(softmax.rescale)
 
     def vectors(self) -> list:
         """Return the addresses of this lane's vectors: first O, then its references and a flag
@@ -85,7 +82,7 @@ class PromotedOperands(Fp8Operands):
         stride = self.kernel.storing_warps * LANES * copy.VECTOR_BYTES
         own = [first + i * stride for i in range(PROMOTED_VECTORS)]
         # Each lane of a warpgroup has one row in a stage of transposed V. The stage has the number of the warpgroup.
-        stage = self.values + lane // WARPGROUP * config.converted_bytes["V"]
+        stage = self.values + lane // WARPGROUP * config.converted_bytes["v"]
         used, width = self.tile_n // copy.VECTOR_BYTES, config.transposed_columns // HALFWORD_BYTES
         spare = copy.tile_vector(stage, lane % WARPGROUP, used, config.depth[1], width, False)
         return own[:-1] + [spare ^ (i * copy.VECTOR_BYTES) for i in range(SPARE_VECTORS)] + own[-1:]

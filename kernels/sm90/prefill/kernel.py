@@ -9,14 +9,15 @@ from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.config.prefill import PrefillConfig
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, Geometry, ScaledAddresses, ScaledGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
-from hopwell.kernels.parts.core.kernel import PrefillLaunch, example_arguments
-from hopwell.kernels.parts.core.pipeline import Edge
+from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch, example_arguments
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Rings, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.partition.tiles import AlternatingSchedule, TileSchedule
 from hopwell.kernels.parts.rows.epilogue import STAGING_BYTES
@@ -26,15 +27,26 @@ from hopwell.kernels.parts.rows.query_rows import request_shape
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax, TileSoftmax
+from hopwell.kernels.sm90.common.attend import Attend, MainLoop, WarpgroupPlace
 from hopwell.kernels.sm90.common.dequant import Conversion
-from hopwell.kernels.sm90.common.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
-from hopwell.kernels.sm90.prefill.fp8 import Fp8Attend
-from hopwell.kernels.sm90.prefill.fp8_promotion import PROMOTED_BYTES, PromotingFp8Attend
-from hopwell.kernels.sm90.prefill.overlapped import OverlappedAttend, PairedAttend
-from hopwell.kernels.sm90.prefill.skip import SkippingAttend, SkippingFp8Attend
+from hopwell.kernels.sm90.common.kernel import (
+    K_WARP,
+    LOAD_ROLES,
+    Q_WARP,
+    SCHEDULE_WARP,
+    V_WARP,
+    kv_edges_in_place,
+    loading_ring,
+)
+from hopwell.kernels.sm90.common.operands import Operands, RowOperands
+from hopwell.kernels.sm90.prefill.fp8 import NSliceLoop, NSliceOperands
+from hopwell.kernels.sm90.prefill.fp8_promotion import PROMOTED_BYTES, PromotedOperands, PromotingLoop
+from hopwell.kernels.sm90.prefill.overlapped import OverlappedLoop, PairedLoop, PairedOperands
+from hopwell.kernels.sm90.prefill.rows import PrefillRows
+from hopwell.kernels.sm90.prefill.skip import SkippingLoop
 
 
-class PrefillSm90(PrefillLaunch, AttentionSm90):
+class PrefillSm90(PrefillLaunch, AttentionKernel):
     """Attention over query tiles of ``tile.m`` rows, in steps of ``tile.n`` keys from right to left. A tile has rows of
     one head, or for few queries rows of several heads of a KV head (packed GQA), see ``parts/rows/query_rows.py``.
 
@@ -49,14 +61,14 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
                            64 rows, each with half of V's columns
 
     Edges (``PrefillSm90(config).edges``, printed by ``pipeline.describe``)
-        Q       load_q -> attend      released when the last S of the work tile has been computed
-        K       load_k -> attend      released when S has been computed
-        V       load_v -> attend      released when its product has been added to O
+        q       load_q -> attend      released when the last S of the work tile has been computed
+        k       load_k -> attend      released when S has been computed
+        v       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
         Edges of tiles that are converted end at convert. It releases a stage when it has written the converted one:
-        converted K  convert -> attend   released when S has been computed
-        converted V  convert -> attend   released when its product has been added to O
-        With dequantization in place, at head dim 256, loaded K and loaded V lead from the loaders to convert. K and V
+        converted_k  convert -> attend   released when S has been computed
+        converted_v  convert -> attend   released when its product has been added to O
+        With dequantization in place, at head dim 256, loaded_k and loaded_v lead from the loaders to convert. k and v
         lead from convert to attend, which releases the stages to load_k and load_v.
 
     Steady state: one step of two consumer warpgroups, A and B (ping-pong). "S" and "O" are matrix products on the
@@ -68,6 +80,10 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         warpgroup B    | 2^(S(i+1) - ...), P(i+1) = round, sums      |       waits        | maximum of S(i)       |
         load_k, load_v | fill the stages that the step before has released
     """
+
+    @property
+    def storing_warps(self) -> int:
+        return WARPS * self.config.consumer_warpgroups
 
     @property
     def staging_bytes(self) -> int:
@@ -86,21 +102,21 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         soft_cap: Float32,
         skip_softmax: Float32,
     ):
-        tiles, rings, work_queue, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
+        tiles, rings, work_queue, zeroing_barriers = self._allocate(cutlass.memory.SmemAllocator())
         mask = mask_type(self.config.mask)(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
+        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), zeroing_barriers)
         fill_padding(addresses, geometry)
 
         if warp < 4:
             self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
-                key, ring = KvOperand.key(addresses, geometry, self.config), self.loading_ring(rings, 0)
-                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), ring, partial_barriers, work_queue, key)
+                key, ring = KvOperand.key(addresses, geometry, self.config), loading_ring(self, rings, 0)
+                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), ring, zeroing_barriers, work_queue, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
                 shared = shared_address(tiles.loaded[1].iterator)
-                self.load_kv(v_atom, shared, self.loading_ring(rings, 1), partial_barriers + 1, work_queue, value)
+                self.load_kv(v_atom, shared, loading_ring(self, rings, 1), zeroing_barriers + 1, work_queue, value)
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, rings.q, work_queue, self.tile_shape(geometry))
             if warp == SCHEDULE_WARP:
@@ -110,7 +126,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         else:
             numbers = (addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax)
             if const_expr(self.config.converts):
-                first = WARPS * (1 + self.warpgroups)
+                first = WARPS * (1 + self.config.consumer_warpgroups)
                 if warp >= first:
                     self.set_registers(self.tile.converting_registers)
                     conversion = Conversion.create(self, tiles, rings, work_queue, addresses, geometry)
@@ -120,10 +136,13 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             else:
                 self.attend(tiles, rings, work_queue, mask, *numbers)
 
-    def multiplied(self, rings) -> Any:
+    def multiplied(self, rings: Rings) -> Rings:
         """Return the rings as the consumers see them: converted tiles come from the converting warpgroup."""
-        converted = {name.lower(): getattr(rings, f"converted_{name.lower()}") for name in self.config.converted_bytes}
-        return rings._replace(**converted)
+        k, v = (
+            loaded if converted is None else converted
+            for loaded, converted in ((rings.k, rings.converted_k), (rings.v, rings.converted_v))
+        )
+        return replace(rings, k=k, v=v)
 
     @cute.jit
     def attend(
@@ -136,7 +155,12 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         kind = TileSoftmax if self.config.uses_fp8_mma else OnlineSoftmax
         softmax = kind.create(score.softmax_scale, RowFragment.rows)
         scale = load_output_scale(addresses, output_scale)
-        parts = dict(
+        shared = (self, tiles, mask, score, softmax)
+        rows = PrefillRows(*shared, scale, self.tile_shape(geometry), addresses, geometry)
+        main_loop = self.main_loop
+        if const_expr(self.config.skip_softmax):
+            main_loop = SkippingLoop(SkipRule.create(skip_softmax, softmax.scale))
+        consumer = Attend(
             kernel=self,
             tiles=tiles,
             rings=rings,
@@ -144,63 +168,94 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             mask=mask,
             score=score,
             softmax=softmax,
-            output_scale=scale,
-            tile_shape=self.tile_shape(geometry),
+            rows=rows,
+            main_loop=main_loop,
+            operands=self.operands,
+            place=self.place,
+            ping_pong_warpgroups=self.ping_pong_warpgroups,
+            stages_in_q=self.stages_in_q,
+            peels_unmasked_step=self.peels_unmasked_step,
         )
+        consumer.run(addresses, geometry)
         if const_expr(self.config.skip_softmax):
-            skip = SkipRule.create(skip_softmax, softmax.scale)
-            attend = self.attend_types[1](**parts, skip=skip)
-            attend.run(addresses, geometry)
             # Only the first of the warpgroups that share rows reports.
             sharing = WARPGROUP * self.config.v_splits
             first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
-            skip.report(addresses.skipped, first)
+            main_loop.skip.report(addresses.skipped, first)
+
+    @property
+    def operands(self) -> type[RowOperands]:
+        """Matrix operands of a consumer warpgroup."""
+        c = self.config
+        if c.uses_fp8_mma:
+            return PromotedOperands if c.promotes_output else NSliceOperands
+        return PairedOperands if c.pairs_steps else Operands
+
+    @property
+    def main_loop(self) -> MainLoop:
+        """Main loop of the consumer warpgroups without skip-softmax."""
+        c = self.config
+        if c.uses_fp8_mma:
+            return PromotingLoop() if c.promotes_output else NSliceLoop()
+        return PairedLoop() if c.pairs_steps else OverlappedLoop()
+
+    reader = Reader.TENSOR_CORES  # of K and V
+    place: type = WarpgroupPlace
+    stages_in_q = False  # whether Q's place stages the output
+    peels_unmasked_step = False  # whether a loop of one step precedes the loop over unmasked steps
+
+    @property
+    def ping_pong_warpgroups(self) -> int:
+        """Warpgroups that take turns at the tensor cores."""
+        return self.config.consumer_warpgroups
+
+    @property
+    def stages_pairs(self) -> bool:
+        """Whether a lane has pairs of adjacent columns of O."""
+        return not self.config.uses_fp8_mma
+
+    def output_staging(self, tiles, consumer_warp):
+        """Return the address of the shared memory that stages a warp's output."""
+        return shared_address(tiles.staging) + consumer_warp * STAGING_BYTES
+
+    @property
+    def roles(self) -> dict[str, int]:
+        c = self.config
+        convert = {"convert": WARPS} if c.converts else {}
+        others = WARPS * len(c.registers) - 1
+        return {**LOAD_ROLES, "attend": WARPS * c.consumer_warpgroups, **convert, "all others": others}
+
+    def _edges(self, roles: Roles) -> tuple[Edge, ...]:
+        c, t = self.config, self.tile
+        q_bytes = t.m * c.q_columns * HALFWORD_BYTES
+        by_lanes = dict(consumer_lanes=LANES) if self.reader is not Reader.TENSOR_CORES else {}
+        if c.dequantizes_in_place:
+            kv = kv_edges_in_place(self, roles, "convert")
         else:
-            self.attend_types[0](**parts).run(addresses, geometry)
-
-    @property
-    def attend_types(self) -> tuple[type, type]:
-        """Consumer types without and with skip-softmax."""
-        if self.config.uses_fp8_mma:
-            return PromotingFp8Attend if self.config.promotes_output else Fp8Attend, SkippingFp8Attend
-        return PairedAttend if self.config.pairs_steps else OverlappedAttend, SkippingAttend
-
-    def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
-        edges = super()._kv_edges(consumer, warps)
-        if self.config.dequantizes_in_place:
-            return self.edges_in_place(edges, "convert")
-        converted = [self._is_converted(is_value) for is_value in (False, True)]
-        readers = [("convert", WARPS) if is_converted else (consumer, warps) for is_converted in converted]
-        return [
-            replace(edge, consumer=role, consumer_warps=count)
-            for edge, (role, count) in zip(edges, readers, strict=True)
-        ]
-
-    def _is_converted(self, is_value: bool) -> bool:
-        return self.config.dequantizes or (is_value and self.config.transposes_v)
-
-    @property
-    def more_roles(self) -> dict[str, int]:
-        return {"convert": WARPS} if self.config.converts else {}
-
-    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        if self.config.dequantizes_in_place:
-            return {}
-        arrivals = super().kv_arrivals(is_value)
-        if not self._is_converted(is_value):
-            return arrivals
-        # Lanes, not the tensor cores, read the zeros that load_v writes. So all of its lanes arrive.
-        zeroes = dict(producer_lanes=LANES) if is_value else {}
-        return arrivals | zeroes | dict(consumer_lanes=LANES, consumer_fences=False)
-
-    def _more_edges(self) -> tuple[Edge, ...]:
-        if not self.config.converts:
-            return ()
-        stages, consumers = self.tile.kv_stages, 4 * self.warpgroups
-        return tuple(
-            Edge(f"converted {name}", "convert", "attend", stages, WARPS, consumers, size, LANES)
-            for name, size in self.config.converted_bytes.items()
+            converted = (c.dequantizes, c.dequantizes or c.transposes_v)
+            kv = self._kv_edges(
+                roles, *[("convert", Reader.LANES) if each else ("attend", self.reader) for each in converted]
+            )
+        return (
+            roles.edge("q", "load_q", "attend", t.q_stages, q_bytes, **by_lanes),
+            *kv,
+            self._work_edge(roles),
+            *[
+                roles.edge(
+                    f"converted_{name}", "convert", "attend", t.kv_stages, size, producer_lanes=LANES, **by_lanes
+                )
+                for name, size in (c.converted_bytes if c.converts else {}).items()
+            ],
         )
+
+    def _converted_edges(self, roles: Roles, **arrivals: int) -> list[Edge]:
+        """Return the edges of converted tiles in memory of their own."""
+        sizes = self.config.converted_bytes if self.config.converts else {}
+        common = dict(producer_lanes=LANES, **arrivals)
+        return [
+            roles.edge(f"converted_{name}", "convert", "attend", self.tile.kv_stages, size, **common)
+            for name, size in sizes.items()
+        ]
 
     @property
     def q_box_rows(self) -> int:

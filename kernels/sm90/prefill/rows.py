@@ -1,40 +1,46 @@
-"""Consumer warpgroups of Hopper prefill: positions, key ranges and outputs of their rows."""
+"""Rows of Hopper prefill: their positions, the keys they see, and their results."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.launch.arguments import Addresses, Geometry
-from hopwell.kernels.parts.core.device import shared_address
+from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.core.fragment import RowFragment
+from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.partition.tiles import WorkTile
-from hopwell.kernels.parts.rows.epilogue import STAGING_BYTES, OutputRows, RowResults, output_rows
-from hopwell.kernels.parts.rows.mask import LogitRow, TileRange
+from hopwell.kernels.parts.rows.epilogue import RowResults, output_rows
+from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow, TileRange
 from hopwell.kernels.parts.rows.query_rows import QueryRows, request_shape
+from hopwell.kernels.parts.rows.score import ScoreMap
+from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS
-from hopwell.kernels.sm90.common.row_loop import Attend
 
 
-@dataclass
-class PrefillAttend(Attend):
+@device_struct
+class PrefillRows:
+    """Rows of one head, or with packed GQA rows of several heads of a KV head."""
+
+    kernel: Any  # configuration only
+    tiles: SharedTiles
+    mask: IntervalMask
+    score: ScoreMap
+    softmax: OnlineSoftmax
+    output_scale: Float32
     tile_shape: TileShape
+    addresses: Addresses
+    geometry: Geometry
 
     def logit_row(self, tile: WorkTile, warp_row) -> LogitRow:
+        """Return the rows that a lane holds, of the rows from ``warp_row`` of the tile on."""
         first = tile.request.first_position + tile.first_row + RowFragment.first_row()
         rows = self._rows(tile, warp_row)
         positions = tuple(first + rows.token(RowFragment.row_offset(r), r) for r in range(RowFragment.rows))
         return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
-
-    def staging(self, consumer_warp):
-        """Return the address of the shared memory that stages a warp's output."""
-        return shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
-
-    def output_rows(self) -> type[OutputRows]:
-        """Return the writer of output rows."""
-        return output_rows(self.kernel.out_dtype, stages_pairs=True)
 
     def _rows(self, tile: WorkTile, warp_row) -> QueryRows:
         if self.kernel.config.packs_heads:
@@ -44,6 +50,7 @@ class PrefillAttend(Attend):
         return QueryRows(warp_row, request_shape(self.tile_shape, tile.request.q_len))
 
     def own_keys(self, tile: WorkTile, row) -> TileRange:
+        """Return the keys of the tile that a warpgroup's rows see; ``row`` is the first of these rows in the tile."""
         packed = self.kernel.config.packs_heads
         return self._keys_of_heads(tile, row) if packed else self._keys_of_rows(tile, row)
 
@@ -67,11 +74,13 @@ class PrefillAttend(Attend):
         return keys
 
     @cute.jit
-    def store(self, operands, tile: WorkTile, work, warp_row, column_half, addresses: Addresses, geometry: Geometry):
+    def store(self, operands, tile: WorkTile, work, warp_row, column_half):
         """Normalise this warp's rows; write them and their log-sum-exp."""
         config, output, rows = self.kernel.config, operands.output(), self._rows(tile, warp_row)
+        addresses, geometry = self.addresses, self.geometry
         columns = config.head_dim_v // config.v_splits
-        out = self.output_rows().of(tile, columns, addresses, geometry, column_half * operands.depth_v)
+        writer = output_rows(self.kernel.out_dtype, stages_pairs=self.kernel.stages_pairs)
+        out = writer.of(tile, columns, addresses, geometry, column_half * operands.depth_v)
         if const_expr(config.packs_heads):
             out = replace(out, count=cutlass.min(out.count, rows.shape.tokens))
         # Warpgroups that share rows have the same statistics. Only the first one writes them.
@@ -84,4 +93,5 @@ class PrefillAttend(Attend):
             token = rows.token(output.row_offset(r), r) + output.first_row()
             factors.append(results.finish(self.softmax, r, token, output.lanes_per_row) * self.output_scale)
         consumer_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
-        out.store(output, factors, self.staging(consumer_warp), rows, self.kernel.out_dtype)
+        staging = self.kernel.output_staging(self.tiles, consumer_warp)
+        out.store(output, factors, staging, rows, self.kernel.out_dtype)

@@ -15,9 +15,8 @@ from cutlass import BFloat16, Int32, Uint32, const_expr, extract_mlir_values
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import prmt, selected
+from hopwell.kernels.parts.core.device import device_struct, prmt, selected
 from hopwell.kernels.parts.core.fragment import SplitRowFragment
-from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, multiply_e4m3, place_in_warp
 from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.dequant.eight_bit import adjacent, dequantized
@@ -25,31 +24,41 @@ from hopwell.kernels.parts.load.block_scales import TOKENS, ScaleRows
 from hopwell.kernels.parts.partition.tiles import WorkTile
 from hopwell.kernels.sm90.common.dequant import EVEN_BYTES, ODD_BYTES
 from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
-from hopwell.kernels.warp_mma.common.row_loop import WarpOperands
+from hopwell.kernels.warp_mma.common.operands import WarpOperands, WideElements
 
 
 @dataclass
 class NarrowOperands(WarpOperands):
-    vector_fragments = 2  # fragments of O that a vector of V contributes to
-    most_q_words = 16  # conversion needs the other registers
+    """Operands of which a warp converts K and V on the way to its products, by ``elements``."""
 
     def output(self) -> SplitRowFragment:
-        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row, self.vector_fragments)
+        fragments = self.elements.vector_fragments
+        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row, fragments)
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
         columns, columns_first = config.operand_columns[1], self.columns_first
         stage = self.v_tile + v_stage * (self.tile_n * columns * HALFWORD_BYTES)
-        words_of_p = LANES * self.p_bits // 64
+        words_of_p, cache = LANES * self.elements.p_bits // 64, self.elements
         for part in range(self.tile_n // LANES):
             p, scales = [self.p[words_of_p * part + i] for i in range(words_of_p)], None
-            for vector in range(self.depth_v // (MMA_COLUMNS * self.vector_fragments)):
+            for vector in range(self.depth_v // (MMA_COLUMNS * self.elements.vector_fragments)):
                 place = copy.tile_vector(stage, LANES * part + lane, vector, self.tile_n, columns, columns_first)
                 words = copy.load_matrix_x4(place, transposes=True)
-                scales = self.scales_of(part, vector, scales)
-                for first, fragments in enumerate(self.values(words, vector, scales)):
+                scales = cache.scales_of(part, vector, scales)
+                for first, fragments in enumerate(cache.values(words, vector, scales)):
                     for i, b in enumerate(fragments):
-                        self.accumulate(self.o, self.vector_fragments * vector + i, p[4 * first : 4 * first + 4], b)
+                        self.accumulate(
+                            self.o, self.elements.vector_fragments * vector + i, p[4 * first : 4 * first + 4], b
+                        )
+
+
+@device_struct
+class NarrowElements(WideElements):
+    """Base of the conversions of narrow K and V."""
+
+    vector_fragments = 2  # fragments of O that a vector of V contributes to
+    most_q_words = 16  # conversion needs the other registers
 
     def scales_of(self, part: int, vector: int, before: Any) -> Any:
         """Return the scales of V of 32 keys in a vector of columns; ``before`` is the result for
@@ -62,8 +71,8 @@ class NarrowOperands(WarpOperands):
         raise NotImplementedError
 
 
-@dataclass
-class WarpFp8Operands(NarrowOperands):
+@device_struct
+class Fp8Elements(NarrowElements):
     """Q, K, V and P in e4m3. A lane's P has keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen side by side.
     Reassembled words of V have the same order."""
 
@@ -72,15 +81,41 @@ class WarpFp8Operands(NarrowOperands):
     def values(self, words: list, vector: int, scales: Any) -> list[list]:
         return [[[prmt(words[i], words[i + 1], select) for i in (0, 2)] for select in (EVEN_BYTES, ODD_BYTES)]]
 
-    def round_scores(self) -> None:
-        round_to_bytes(self.s, self.p)
+    def round_scores(self, s, p) -> None:
+        round_to_bytes(s, p)
 
     def product(self, d, a, b) -> tuple:
         return multiply_e4m3(d, a, b, self.kernel.config.block_scaled)
 
 
-@dataclass
-class E4m3Operands(NarrowOperands):
+def read_spread_q(elements, tile, step: int) -> list:
+    """Read Q of rows g and g + 8, with columns in the order of a word of K."""
+    m, columns = elements.kernel.tile.m, elements.kernel.config.q_columns
+    (g, t), size = place_in_warp(), 2 * elements.neighbours
+    words = []
+    for vector in (2 * step, 2 * step + 1):  # of K
+        first = (4 * vector + t) * size  # byte of a row of Q
+        low, high = (
+            copy.load_shared(
+                copy.tile_vector(tile, g + row, first // copy.VECTOR_BYTES, m, columns, False)
+                + first % copy.VECTOR_BYTES,
+                size // 4,
+            )
+            for row in (0, 8)
+        )
+        for i in range(0, size // 4, 2):
+            words += [low[i], high[i], low[i + 1], high[i + 1]]
+    return words
+
+
+def by_keys(words: list[list]) -> list[list]:
+    """Return operand B of each product of 16 keys, from the words of core matrices of keys: one for each fragment
+    of O."""
+    return [[list(b) for b in zip(words[i], words[i + 1], strict=True)] for i in (0, 2)]
+
+
+@device_struct
+class E4m3Elements(NarrowElements):
     """16-bit Q over K and V in e4m3. The products equal the products of 16-bit K and V, with adjacent elements in other
     positions."""
 
@@ -88,39 +123,18 @@ class E4m3Operands(NarrowOperands):
     neighbours = 4  # adjacent columns of a key in a word
 
     def read_q(self, tile, step: int) -> list:
-        """Read Q of rows g and g + 8, with columns in the order of a word of K."""
-        m, columns = self.kernel.tile.m, self.kernel.config.q_columns
-        (g, t), size = place_in_warp(), 2 * self.neighbours
-        words = []
-        for vector in (2 * step, 2 * step + 1):  # of K
-            first = (4 * vector + t) * size  # byte of a row of Q
-            low, high = (
-                copy.load_shared(
-                    copy.tile_vector(tile, g + row, first // copy.VECTOR_BYTES, m, columns, False)
-                    + first % copy.VECTOR_BYTES,
-                    size // 4,
-                )
-                for row in (0, 8)
-            )
-            for i in range(0, size // 4, 2):
-                words += [low[i], high[i], low[i + 1], high[i + 1]]
-        return words
+        return read_spread_q(self, tile, step)
 
     def keys(self, words: list, step: int, core_matrix: int) -> list:
         return [self.wide(word) for word in words]
 
     def values(self, words: list, vector: int, scales: Any) -> list[list]:
-        return self.by_keys([self.wide(adjacent(word)) for word in words])
-
-    def by_keys(self, words: list[list]) -> list[list]:
-        """Return operand B of each product of 16 keys, from the words of core matrices of keys: one for each fragment
-        of O."""
-        return [[list(b) for b in zip(words[i], words[i + 1], strict=True)] for i in (0, 2)]
+        return by_keys([self.wide(adjacent(word)) for word in words])
 
     def wide(self, word) -> list:
         """Return four elements as two words, with two elements each in the type of Q."""
         words = dequantized(self.kernel.config.kv_type, word)
-        if const_expr(self.dtype is BFloat16):
+        if const_expr(self.kernel.dtype is BFloat16):
             words = [copy.pack_x2(BFloat16, *copy.unpack_f16_x2(word)) for word in words]
         return list(words)
 
@@ -130,8 +144,8 @@ class E4m3Operands(NarrowOperands):
 PAIRED_SCALES, NEXT_SCALE = 0x6240, 0x1111
 
 
-@dataclass
-class Nvfp4Operands(E4m3Operands):
+@device_struct
+class Nvfp4Elements(NarrowElements):
     """16-bit Q over K and V in NVFP4. Lane i holds the scales of key i of 32, and other lanes read them by shuffles.
     The scales come from global memory. Scales of K are read after the preceding product has been issued, scales of V
     when P is known."""
@@ -149,12 +163,12 @@ class Nvfp4Operands(E4m3Operands):
     vector_fragments = 4
 
     @classmethod
-    def create(cls, kernel, tiles: SharedTiles, place, addresses, geometry) -> "Nvfp4Operands":
+    def create(cls, kernel, addresses, geometry) -> "Nvfp4Elements":
         k_scales = ScaleRows.key(kernel.config, addresses, geometry)
         v_scales = ScaleRows.value(kernel.config, addresses, geometry, interleaves=True)
         rows = kernel.tile.n // LANES  # of a lane
         return cls(
-            **cls.fields(kernel, tiles, *place),
+            kernel,
             k_scales=k_scales,
             v_scales=v_scales,
             tile=cute.make_rmem_tensor(WorkTile.INTS + 1, Int32),
@@ -164,8 +178,10 @@ class Nvfp4Operands(E4m3Operands):
             v_words=cute.make_rmem_tensor(rows * (v_scales.blocks // TOKENS), Uint32),
         )
 
-    def begin(self, q_stage, tile, n) -> None:
-        super().begin(q_stage, tile, n)
+    def read_q(self, tile, step: int) -> list:
+        return read_spread_q(self, tile, step)
+
+    def begin(self, tile, n) -> None:
         for i, value in enumerate(extract_mlir_values(tile)):
             self.tile[i] = Int32(value)
         self._look_up(self.k_scales, self.k_pages, n)
@@ -174,8 +190,7 @@ class Nvfp4Operands(E4m3Operands):
         self.tile[WorkTile.INTS] = n
         cute.arch.sync_warp()  # lanes whose keys are not needed have run ahead
 
-    def issue_qk(self, q_stage, k_stage) -> None:
-        super().issue_qk(q_stage, k_stage)
+    def after_qk(self) -> None:
         n = self.tile[WorkTile.INTS]
         self._look_up(self.v_scales, self.v_pages, n)
         self._read(self.k_scales, self.k_pages, self.k_words, n - 1)
@@ -183,8 +198,7 @@ class Nvfp4Operands(E4m3Operands):
         self.tile[WorkTile.INTS] = n - 1
         cute.arch.sync_warp()
 
-    def round_scores(self) -> None:
-        super().round_scores()
+    def after_rounding(self) -> None:
         self._read(self.v_scales, self.v_pages, self.v_words, self.tile[WorkTile.INTS] + 1)
         cute.arch.sync_warp()
 
@@ -192,8 +206,8 @@ class Nvfp4Operands(E4m3Operands):
         return WorkTile.from_ints([self.tile[i] for i in range(WorkTile.INTS)])
 
     def _keys_of_lane(self, n) -> list:
-        first = n * self.tile_n + cute.arch.lane_idx()
-        return [first + i for i in range(0, self.tile_n, LANES)]
+        first = n * self.kernel.tile.n + cute.arch.lane_idx()
+        return [first + i for i in range(0, self.kernel.tile.n, LANES)]
 
     def _look_up(self, scales: ScaleRows, pages, n) -> None:
         for i, key in enumerate(self._keys_of_lane(n)):
@@ -216,7 +230,7 @@ class Nvfp4Operands(E4m3Operands):
         scales = selected(scales, scales, PAIRED_SCALES + t // 2 * NEXT_SCALE)
         found = []
         for half, word in enumerate(words):
-            wide = e2m1.scaled(word, e2m1.dequantized_half(scales, half, self.dtype), self.dtype)
+            wide = e2m1.scaled(word, e2m1.dequantized_half(scales, half, self.kernel.dtype), self.kernel.dtype)
             found += [wide[:2], wide[2:]]
         return found
 
@@ -231,6 +245,6 @@ class Nvfp4Operands(E4m3Operands):
         return found
 
     def values(self, words: list, vector: int, scales: Any) -> list[list]:
-        factors = [e2m1.dequantized_half(pair, vector % 2, self.dtype) for pair in scales]
-        wide = [e2m1.scaled(*each, self.dtype, pairs_halves=True) for each in zip(words, factors, strict=True)]
-        return self.by_keys(wide)
+        factors = [e2m1.dequantized_half(pair, vector % 2, self.kernel.dtype) for pair in scales]
+        wide = [e2m1.scaled(*each, self.kernel.dtype, pairs_halves=True) for each in zip(words, factors, strict=True)]
+        return by_keys(wide)

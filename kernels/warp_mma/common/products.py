@@ -13,6 +13,7 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import device_struct, shared_address, tied, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, MMA_DEPTH, accumulate
+from hopwell.kernels.sm90.decode.leaves import write_weights
 
 WARP_COLUMNS = ColumnFragment.warp_columns
 
@@ -51,7 +52,11 @@ class WarpProducts:
         """Release Q after the segment's last product."""
         q_ring.release(work)
 
-    def show_weights(self) -> None:
+    def write_weights(self, p, scores, tile: int) -> None:
+        """Write P of a tile of keys to ``p`` in shared memory, as tile number ``tile``."""
+        write_weights(p, self.kernel.tile.m, self.kernel.dtype, scores, tile)
+
+    def prepare_values(self, rings, step) -> None:
         """Do nothing: the warps that read the weights synchronize with the warps that wrote them."""
 
     def scores(self, first: int = 0, tiles: int = 0) -> ColumnFragment:

@@ -1,7 +1,20 @@
-"""sm_120 decode: Hopper's kernels for few rows with products of single warps, for any number of row tiles."""
+"""sm_120 decode: Hopper's kernels for few rows with products of single warps, for any number of row tiles.
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+The kernels have the warp roles and edges of ``SwapABDecodeSm90``. Requests with more rows have several row tiles.
+
+Steady state: memory is the limit. A leaf is two tiles, A and B, or four. Up to 128 columns, the stages hold at least
+one leaf.
+
+    memory         |    K of A'    |    K of B'    |         |    V of A'    |    V of B'     | ...
+    attend         | S(A)  | S(B)  | P of both     | O = P V (A) | O += P V (B) | nodes |   waits
+
+On sm_120 a stage of 512 columns has half of the keys of a tile. These are the keys of two warps, which multiply them by
+Q. Over 8-bit and 4-bit caches, products are of single warps on Hopper too. An SM has one CTA here instead of two, with
+more registers for its warps.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -10,36 +23,13 @@ from cutlass import const_expr
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.parts.core.device import warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
-from hopwell.kernels.parts.core.kernel import example_arguments
-from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantSwapABDecodeSm90
-from hopwell.kernels.sm90.decode.kernel import argument_types
-from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafTiles, SwapABDecodeSm90
-from hopwell.kernels.warp_mma.common.lane_readers import LaneReaders
+from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
+from hopwell.kernels.parts.core.pipeline import Reader
+from hopwell.kernels.sm90.decode import dequant_swap_ab
+from hopwell.kernels.sm90.decode.base import argument_types
+from hopwell.kernels.sm90.decode.swap_ab import LeafProducts, SwapABDecodeSm90
 from hopwell.kernels.warp_mma.common.products import WARP_COLUMNS, WarpProducts
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
-
-
-class DecodeSm120(LaneReaders, SwapABDecodeSm90):
-    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
-    :class:`SwapABDecodeSm90`. Requests with more rows have several row tiles.
-
-    Steady state: memory is the limit. A leaf is two tiles, A and B, or four. Up to 128 columns, the stages hold at
-    least one leaf.
-
-        memory         |    K of A'    |    K of B'    |         |    V of A'    |    V of B'     | ...
-        attend         | S(A)  | S(B)  | P of both     | O = P V (A) | O += P V (B) | nodes |   waits
-
-    On sm_120 a stage of 512 columns has half of the keys of a tile. These are the keys of two warps, which multiply
-    them by Q.
-    """
-
-    def consumer(self, **parts: Any) -> "WarpLeafAttend":
-        return WarpLeafAttend(**parts)
-
-
-class DequantDecodeSm120(LaneReaders, DequantSwapABDecodeSm90):
-    """Attention over 8-bit and 4-bit caches; products are of single warps on Hopper too. An SM has one CTA instead of
-    two, with more registers for its warps."""
 
 
 @dataclass
@@ -49,7 +39,7 @@ class WarpLeafOperands(WarpProducts):
     leaf_tiles: int
 
     @staticmethod
-    def create(kernel, tiles: LeafTiles) -> "WarpLeafOperands":
+    def create(kernel, tiles: SharedTiles) -> "WarpLeafOperands":
         fields = WarpProducts.fields(kernel, tiles, kernel.config.leaf_tiles)
         return WarpLeafOperands(**fields, leaf_tiles=kernel.config.leaf_tiles)
 
@@ -95,12 +85,11 @@ class WarpLeafOperands(WarpProducts):
         return self.scores(i, 1)
 
 
-@dataclass
-class WarpLeafAttend(LeafAttend):
-    operands_type: ClassVar[type] = WarpLeafOperands
+WARP_MMA = LeafProducts(WarpLeafOperands, Reader.LANES)
+DEQUANT = replace(dequant_swap_ab.DEQUANT, reader=Reader.LANES)
 
 
 def build(config: Sm120DecodeConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    kernel = (DequantDecodeSm120 if config.dequantizes_in_registers else DecodeSm120)(config)
-    return kernel, example_arguments(argument_types(config), floats=3)
+    products = DEQUANT if config.dequantizes_in_registers else WARP_MMA
+    return SwapABDecodeSm90(config, products), example_arguments(argument_types(config), floats=3)
