@@ -73,7 +73,8 @@ def append_paged_kv_cache(
         paged_kv_cache: a pair (K, V) of [pages, page_size, kv_heads, head_dim] ("NHD") or
             [pages, kv_heads, page_size, head_dim] ("HND"), or one tensor stacked on dimension 1. The dtype is
             append_key's dtype, float8_e4m3fn, or uint8 for NVFP4, with head_dim / 2 as the last dimension. page_size is
-            a power of two up to 1024.
+            a power of two up to 1024. K and V may be views of one pool of pages, a number of whole pages apart. The
+            page ids then keep keys and values apart.
         kv_indices: int32, uint32 or int64 [pages], page ids of all requests, one request after another.
         kv_indptr: int32, uint32 or int64 [batch + 1], the index in ``kv_indices`` of each request's first page id.
         kv_last_page_len: int32, uint32 or int64 [batch], or None. It enters no computation: ``positions`` contain the

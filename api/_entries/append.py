@@ -15,7 +15,7 @@ from hopwell._checks.caches import KV_LAYOUTS, SCALE_TYPES, pair_or_tensor
 from hopwell._checks.features import require_problem
 from hopwell.kernels import support
 from hopwell.kernels.append import device_data as append_data
-from hopwell.kernels.append.config import SMALLEST_SCALE, AppendAddresses, AppendProblem, CacheType
+from hopwell.kernels.append.config import SMALLEST_SCALE, AppendAddresses, AppendProblem, CacheType, pool_distance
 from hopwell.kernels.append.plan import AppendPlan, operands
 from hopwell.kernels.launch.arguments import address_of
 from hopwell.kernels.problem import PageTable
@@ -149,7 +149,7 @@ def append_problem(arguments: AppendArguments) -> AppendProblem:
         kind=kind,
         programmatic_launch=True if pdl is None else pdl,
     )
-    _check_apart(problem)
+    _check_apart(problem, shared)
     require_problem(support.APPEND, problem, arch)
     return problem
 
@@ -281,13 +281,18 @@ def _on(name: str, value: torch.Tensor, expected: torch.device) -> None:
         raise ValueError(f"{name} must be on {expected}, the device of append_key, got {value.device}")
 
 
-def _check_apart(problem: AppendProblem) -> None:
-    """Check that no written tensor shares memory with another tensor."""
-    inputs = [("append_key", problem.key), ("append_value", problem.value)]
-    names = ("K of paged_kv_cache", "V of paged_kv_cache", "K of kv_cache_sf", "V of kv_cache_sf")
-    views = (problem.key_cache, problem.value_cache, problem.key_scales, problem.value_scales)
-    others: list[tuple[str, torch.Tensor | None]] = [*inputs]
-    for name, view in zip(names, views, strict=True):
-        if view is not None:
-            checks.disjoint(name, view, others)
-            others.append((name, view))
+def _check_apart(problem: AppendProblem, shared: bool) -> None:
+    """Check that no written tensor shares memory with another tensor, except K and V in pages of one pool."""
+    others: list[tuple[str, torch.Tensor | None]] = [("append_key", problem.key), ("append_value", problem.value)]
+    for of, key, value in (
+        ("paged_kv_cache", problem.key_cache, problem.value_cache),
+        ("kv_cache_sf", problem.key_scales, problem.value_scales),
+    ):
+        if key is None or value is None:
+            continue
+        distance = pool_distance(key, value)
+        # With shared ids, a token's key and value are in one page if the distance is 0.
+        in_one_pool = distance is not None and not (shared and distance == 0)
+        checks.disjoint(f"K of {of}", key, others)
+        checks.disjoint(f"V of {of}", value, others if in_one_pool else [*others, (f"K of {of}", key)])
+        others += [(f"K of {of}", key), (f"V of {of}", value)]

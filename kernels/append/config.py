@@ -72,6 +72,27 @@ class AppendProblem:
     family: ClassVar[Family] = Family.APPEND
 
 
+def pool_distance(key: torch.Tensor, value: torch.Tensor) -> int | None:
+    """Return the distance in pages from K's first page to V's first page if both are pages of one pool, else None.
+
+    In one pool, page p of V has the memory of page p + distance of K. The two have memory in common only if they are
+    the same page, so a page table can keep keys and values apart.
+
+    Args:
+        key: canonical view [pages, kv_heads, page_size, stored head_dim].
+        value: the same.
+    """
+    if not key.numel() or not value.numel():
+        return None
+    size = key.element_size()
+    page = key.stride(0) * size
+    inner = zip(key.shape[1:], key.stride()[1:], strict=True)
+    filled = (1 + sum((count - 1) * stride for count, stride in inner)) * size
+    pages, rest = divmod(value.data_ptr() - key.data_ptr(), max(page, size))
+    is_one_pool = key.stride() == value.stride() and key.shape[1:] == value.shape[1:] and not rest
+    return pages if is_one_pool and filled <= page else None
+
+
 class AppendAddresses(NamedTuple):
     """Device addresses in bytes; 0 means absent. Addresses of int64 indices are odd, see ``launch.address_of``."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hopwell.kernels.append.config import SMALLEST_SCALE, AppendProblem
+from hopwell.kernels.append.config import SMALLEST_SCALE, AppendProblem, pool_distance
 from hopwell.kernels.launch.device_data import Rule, ascending, read_rows, signed
 
 
@@ -59,11 +59,36 @@ def _places(
 
     yield Rule("positions", positions, is_token & ~fits, text, is_defined=True)
     entry = first[requests] + page
+    used = []
     for operand, ids, cache in (("key_table", table.key, p.key_cache), ("value_table", table.value, p.value_cache)):
         is_used = read_rows(entry, is_token & fits, ids.numel()).view(ids.shape)
         values, pages = signed(ids), cache.shape[0]
         wrong = is_used & ((values < 0) | (values >= pages))
         yield _rule(operand, values, wrong, f"a page id in [0, {pages}), because a new token goes to this page")
+        used.append((values, is_used))
+    distance = pool_distance(p.key_cache, p.value_cache)
+    if distance is not None:
+        yield _shared_pages(p.key_cache.shape[0], distance, *used)
+
+
+def _shared_pages(
+    pages: int, distance: int, keys: tuple[torch.Tensor, torch.Tensor], values: tuple[torch.Tensor, torch.Tensor]
+) -> Rule:
+    """Return the rule that no page of a pool takes both new keys and new values.
+
+    Args:
+        pages: pages of K.
+        distance: see :func:`pool_distance`.
+        keys: page ids of K, and whether new tokens go to them.
+        values: the same for V.
+    """
+    takes_keys = read_rows(*keys, pages)
+    ids, is_used = values
+    key_page = ids + distance  # the page of K with the memory of a page of V
+    inside = is_used & (key_page >= 0) & (key_page < pages)
+    wrong = inside & takes_keys[torch.where(inside, key_page, 0)]
+    text = "another page, because new keys go to the memory of this page of V"
+    return _rule("value_table", ids, wrong, text)
 
 
 def _starts(starts: torch.Tensor, width: int) -> Iterator[Rule]:

@@ -178,6 +178,27 @@ def test_new_tokens_that_lie_in_the_cache_are_refused() -> None:
         hopwell.append_paged_kv_cache(cache[0], cache[1], ids, ids, (cache, torch.zeros_like(cache)), ids[:1], starts)
 
 
+def test_keys_and_values_that_share_parts_of_pages_are_refused() -> None:
+    """Pages of one pool start whole pages apart, and no page reaches into the next one."""
+    tokens, ids = torch.zeros(8, 2, 64, dtype=FP16), torch.zeros(8, dtype=torch.int32)
+    pool = torch.zeros(5 * 8 * 2 * 64, dtype=FP16)
+    page = 8 * 2 * 64
+    shape, pages = (3, 8, 2, 64), dict(kv_indices=ids[:1], kv_indptr=torch.tensor([0, 1], dtype=torch.int32))
+
+    def cache(offset: int, step: int = page) -> torch.Tensor:
+        return pool.as_strided(shape, (step, 128, 64, 1), offset)
+
+    for key, value in (
+        (cache(0), cache(page // 2)),
+        (cache(0), cache(0)),
+        (cache(0), cache(page + 128)),
+        (cache(0, page // 2), cache(page, page // 2)),
+        (cache(0), cache(page, page + 128)),
+    ):
+        with pytest.raises(ValueError, match="V of paged_kv_cache must not share memory with K of paged_kv_cache"):
+            hopwell.append_paged_kv_cache(tokens, tokens, ids, ids, (key, value), **pages)
+
+
 def test_refused_where_there_is_no_kernel() -> None:
     with emulator.use("sm_89"), pytest.raises(NotImplementedError, match=r"append_paged_kv_cache.*sm_89"):
         call("bf16", lambda arguments: None)

@@ -119,6 +119,19 @@ def test_ids_of_values_alone(launches: list[Any]) -> None:
     assert not launches
 
 
+def test_new_keys_and_values_in_one_page_of_a_pool(launches: list[Any]) -> None:
+    """Page p of V is page p + 1 of K: even ids keep them apart."""
+    data = Data(Case())
+    pool = torch.stack(data.cache, 1).flatten(0, 1)
+    data.cache, data.indices = (pool[:-1], pool[1:]), 2 * data.indices
+    call(data)
+    data.indices[0] = data.indices[-1] - 1  # V of request 0 goes to the page of K of request 3's new token
+    text = rf"^kv_indices\[0\] must be another page, because new keys go to .*, got {int(data.indices[0])}$"
+    with pytest.raises(ValueError, match=text):
+        call(data)
+    assert len(launches) == 1
+
+
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("cache", [FP8, NVFP4])
 @pytest.mark.parametrize("value", [0.0, -0.0, -1.0, SMALL, math.nan, math.inf, -math.inf])

@@ -78,6 +78,35 @@ def test_keys_and_values_in_different_pages(device: str) -> None:
     data.check([want[0], want[1].roll(1, 0)])
 
 
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+def test_keys_and_values_in_pages_of_one_pool(device: str, name: str) -> None:
+    """K and V are views one page apart, as in transformers' continuous batching; the table has even ids only."""
+    data = Data(replace(CASES[name], device=device, v_scale_layout="linear", dims=(64, 64)))
+    want = data.expected()
+
+    def one_pool(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = torch.stack(parts, 1).flatten(0, 1)  # K of page 0, V of page 0, K of page 1, ...
+        return pool[:-1], pool[1:]
+
+    caches, scales = one_pool(data.cache), None if data.scales is None else one_pool(data.scales)
+    append(data, kv_indices=2 * data.indices, paged_kv_cache=caches, kv_cache_sf=scales)
+    data.cache = tuple(part[::2] for part in caches)
+    if scales is not None:
+        data.scales = tuple(part[::2] for part in scales)
+    data.check(want)
+
+
+def test_one_cache_for_keys_and_values_with_ids_of_their_own(device: str) -> None:
+    data = Data(replace(CASES["bf16"], device=device))
+    want = data.expected()
+    pool, table = torch.cat(data.cache), data.block_tables()
+    tables = torch.stack([table, table + data.pages], 1)
+    places = dict(kv_indices=None, kv_indptr=None, block_tables=tables, uses_shared_paged_kv_idx=False)
+    append(data, paged_kv_cache=(pool, pool), **places)
+    data.cache = tuple(pool.split(data.pages))
+    data.check(want)
+
+
 @pytest.mark.parametrize("name", ["e4m3", "nvfp4"])
 def test_scales_on_the_device(device: str, name: str) -> None:
     data = Data(replace(CASES[name], device=device))
