@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
     from hopwell.page import (
         append_paged_kv_cache,
+        append_paged_kv_cache_with_slot_mapping,
         get_batch_indices_positions,
         get_seq_lens,
         nvfp4_quantize_append_paged_kv_cache,
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
     )
     from hopwell.prefill import (
         cudnn_batch_prefill_with_kv_cache,
@@ -38,12 +40,14 @@ __all__ = [
     "FP4Tensor",
     "__version__",
     "append_paged_kv_cache",
+    "append_paged_kv_cache_with_slot_mapping",
     "batch_invariant",
     "check_device_data",
     "cudnn_batch_prefill_with_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",
     "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
@@ -57,9 +61,11 @@ _HOMES = {
     "mla": ("trtllm_batch_decode_with_kv_cache_mla",),
     "page": (
         "append_paged_kv_cache",
+        "append_paged_kv_cache_with_slot_mapping",
         "get_batch_indices_positions",
         "get_seq_lens",
         "nvfp4_quantize_append_paged_kv_cache",
+        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     ),
     "prefill": (
         "cudnn_batch_prefill_with_kv_cache",

@@ -78,10 +78,10 @@ def xqa_batch_decode_with_kv_cache(
         kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1; or [pages, 1, *page], the same data
             for both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD)
             or [num_kv_heads, page_size, head_dim] (HND). The dtype is query's dtype, float8_e4m3fn, int8, or uint8 for
-            NVFP4 (two e2m1 values a byte, head_dim / 2 wide). page_size is 1 to 1024, num_heads a multiple of
-            num_kv_heads. 8-bit values, and NVFP4 values times their block scales, are dequantized to 16 bits before
-            they are multiplied. 16 bits hold all of these values, so the result is at least as accurate as with a
-            16-bit cache of the same values. Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
+            NVFP4 (two e2m1 values a byte, head_dim / 2 wide). num_heads is a multiple of num_kv_heads. 8-bit values,
+            and NVFP4 values times their block scales, are dequantized to 16 bits before they are multiplied. 16 bits
+            hold all of these values, so the result is at least as accurate as with a 16-bit cache of the same values.
+            Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
         workspace_buffer: contiguous memory of any dtype and content for partial results, best ``xqa_workspace_bytes``
             bytes or more; the kernel uses its last bytes. Calls that may run at the same time need one buffer each. If
             it is too small, hopwell uses its own memory, one allocation for each device and stream. CUDA graphs

@@ -17,12 +17,14 @@ from hopwell.kernels.launch.device_data import INT32_MAX, INT32_MIN, Rule, ascen
 
 __all__ = [
     "append_paged_kv_cache",
+    "append_paged_kv_cache_with_slot_mapping",
     "get_batch_indices_positions",
     "get_seq_lens",
     "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
 ]
 
-_APPEND = AppendCalls()
+_APPEND, _APPEND_SLOTS = AppendCalls(), AppendCalls(by_slot=True)
 
 
 @opaque
@@ -73,8 +75,8 @@ def append_paged_kv_cache(
         paged_kv_cache: a pair (K, V) of [pages, page_size, kv_heads, head_dim] ("NHD") or
             [pages, kv_heads, page_size, head_dim] ("HND"), or one tensor stacked on dimension 1. The dtype is
             append_key's dtype, float8_e4m3fn, or uint8 for NVFP4, with head_dim / 2 as the last dimension. page_size is
-            a power of two up to 1024. K and V may be views of one pool of pages, a number of whole pages apart. The
-            page ids then keep keys and values apart.
+            a multiple of 4 with interleaved scales, else any. K and V may be views of one pool of pages, a number of
+            whole pages apart. The page ids then keep keys and values apart.
         kv_indices: int32, uint32 or int64 [pages], page ids of all requests, one request after another.
         kv_indptr: int32, uint32 or int64 [batch + 1], the index in ``kv_indices`` of each request's first page id.
         kv_last_page_len: int32, uint32 or int64 [batch], or None. It enters no computation: ``positions`` contain the
@@ -175,6 +177,117 @@ def nvfp4_quantize_append_paged_kv_cache(
         kv_indices,
         kv_indptr,
         kv_last_page_len,
+        kv_layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        kv_cache_sf=kv_cache_sf,
+        v_scale_layout=v_scale_layout,
+        enable_pdl=enable_pdl,
+    )
+
+
+@opaque
+def append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_layout: str = "NHD",
+    *,
+    k_scale: float | torch.Tensor = 1.0,
+    v_scale: float | torch.Tensor = 1.0,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    v_scale_layout: str = "linear",
+    enable_pdl: bool | None = None,
+) -> None:
+    """Write new keys and values into slots of a cache: :func:`append_paged_kv_cache` without a page table.
+
+    Slot s is row s % page_size of page s // page_size, as in vLLM's ``slot_mapping``. A negative slot is padding, and
+    the call does not write its token. The call also skips a slot past the end of the cache; ``HOPWELL_CHECK=1`` reports
+    it. If two tokens have the same slot, it is undefined which of them is written.
+
+    Args:
+        append_key: bfloat16 or float16 [tokens, kv_heads, head_dim], as there.
+        append_value: the same; its head_dim may differ.
+        slot_mapping: int32, uint32 or int64 [slots], the slot of each token, contiguous. ``slots`` is at most
+            ``tokens``; the call does not write the tokens behind the last slot.
+        paged_kv_cache: as there.
+        kv_layout: "NHD" or "HND".
+        k_scale: as there, like all arguments that follow.
+        v_scale: as there.
+        kv_cache_sf: as there.
+        v_scale_layout: as there.
+        enable_pdl: as there.
+
+    Returns:
+        None: the cache is written in place.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as there.
+    """
+    _APPEND_SLOTS.run(
+        AppendArguments(
+            append_key,
+            append_value,
+            None,
+            slot_mapping,
+            *halves(paged_kv_cache),
+            None,
+            None,
+            None,
+            kv_layout,
+            k_scale,
+            v_scale,
+            *halves(kv_cache_sf),
+            v_scale_layout,
+            None,
+            True,
+            enable_pdl,
+        )
+    )
+
+
+@opaque
+def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+    *,
+    v_scale_layout: str = "linear",
+    enable_pdl: bool | None = None,
+) -> None:
+    """Write new keys and values into slots of an NVFP4 cache.
+
+    The call is :func:`append_paged_kv_cache_with_slot_mapping` under FlashInfer's name for it.
+
+    Args:
+        append_key: as there, like all arguments that follow.
+        append_value: as there.
+        slot_mapping: as there.
+        paged_kv_cache: uint8.
+        kv_cache_sf: as there.
+        k_scale: global scale of the keys, x = code * block scale * k_scale.
+        v_scale: global scale of the values.
+        kv_layout: as there.
+        v_scale_layout: as there.
+        enable_pdl: as there.
+
+    Returns:
+        None: the cache is written in place.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as there.
+    """
+    append_paged_kv_cache_with_slot_mapping(
+        append_key,
+        append_value,
+        slot_mapping,
+        paged_kv_cache,
         kv_layout,
         k_scale=k_scale,
         v_scale=v_scale,

@@ -102,8 +102,7 @@ def trtllm_batch_context_with_kv_cache(
             for both; or a pair (K, V) of [pages, *page] tensors with independent strides and V head_dim. ``page`` is
             [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype is query's
             dtype, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). NVFP4 takes a head_dim
-            that is a multiple of 64 and a page_size that is a multiple of 4. page_size is 1 to 1024; num_heads is a
-            multiple of num_kv_heads.
+            that is a multiple of 64 and a page_size that is a multiple of 4. num_heads is a multiple of num_kv_heads.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request]. With
             ``uses_shared_paged_kv_idx=False`` [batch_size, 2, pages_per_request] with the ids of the K pages and of the

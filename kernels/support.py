@@ -24,7 +24,10 @@ TRTLLM_DECODE = "trtllm_batch_decode_with_kv_cache"
 MLA = "trtllm_batch_decode_with_kv_cache_mla"
 APPEND = "append_paged_kv_cache"
 NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
-SAME_AS = {TRTLLM_DECODE: XQA, NVFP4_APPEND: APPEND}  # entries without a table of their own
+APPEND_SLOTS = "append_paged_kv_cache_with_slot_mapping"
+NVFP4_APPEND_SLOTS = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping"
+# Entries without a table of their own.
+SAME_AS = {TRTLLM_DECODE: XQA, **dict.fromkeys((NVFP4_APPEND, APPEND_SLOTS, NVFP4_APPEND_SLOTS), APPEND)}
 
 # Prefill kernels have these head dims (QK, V). Kernels of every matrix instruction have COMMON_HEAD_DIMS. Kernels that
 # keep scores and the output in registers also have REGISTER_HEAD_DIMS. Blackwell has tensor-memory kernels for the
@@ -43,7 +46,6 @@ FP8_HEAD_DIMS = tuple(  # of prefill with 8-bit operands, whose rows are multipl
     dims for dims in (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
 )
 NVFP4_HEAD_DIMS = tuple(dims for dims in FP8_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64)  # scales are read by fours
-MAX_PAGE_SIZE = 1024
 
 HOPPER = hardware.with_instruction("wgmma")
 BLACKWELL = hardware.with_instruction("tcgen05")
@@ -67,11 +69,6 @@ ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 # compiled for it.
 RUN_ON_HARDWARE = HOPPER
 RUN_ON_HOPPER = ("", hardware.WARP_MMA, f"{hardware.WARP_MMA} e4m3")
-
-
-def append_page_size(size: int) -> bool:
-    """Return whether append has kernels for pages of ``size`` tokens."""
-    return size <= MAX_PAGE_SIZE and size & (size - 1) == 0
 
 
 def arch_of(device: torch.device) -> str:

@@ -27,7 +27,10 @@ INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # page sizes and V's h
 
 
 class AppendArguments(NamedTuple):
-    """All arguments of a call. Caches and their scales are a pair, or one tensor and None."""
+    """All arguments of a call. Caches and their scales are a pair, or one tensor and None.
+
+    With a slot mapping, ``positions`` contains it, and ``batch_indices`` and the arguments of page ids are None.
+    """
 
     append_key: Any
     append_value: Any
@@ -87,18 +90,20 @@ APPEND_OPERANDS = OperandMap(
 
 
 class AppendCalls:
-    """Launches append calls, and repeats checked calls without checks."""
+    """Launches append calls, and repeats checked calls without checks. ``by_slot``: the calls have a slot mapping."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_slot: bool = False) -> None:
         self._calls = Calls(APPEND_OPERANDS)
+        self._by_slot = by_slot
+        self._names = ARGUMENTS | ({"positions": "slot_mapping"} if by_slot else {})
 
     def run(self, arguments: AppendArguments) -> None:
         """Launch a call, and check it first if it does not repeat a checked call."""
         if self._calls.latest(arguments, None, None) or self._calls.repeat(arguments, None):
             return
-        problem = append_problem(arguments)
-        name = functools.partial(self._calls.operand_map.name, arguments=arguments, renamed=ARGUMENTS)
-        self._calls.notice_gradients((ARGUMENTS.get(field, field), a) for field, a in arguments._asdict().items())
+        problem = append_problem(arguments, self._by_slot)
+        name = functools.partial(self._calls.operand_map.name, arguments=arguments, renamed=self._names)
+        self._calls.notice_gradients((self._names.get(field, field), a) for field, a in arguments._asdict().items())
         on, looks = problem.key.device, device_data.is_enabled()
         if looks:
             device_data.check(append_data.rules_of(problem), on, name)
@@ -120,17 +125,20 @@ class AppendCalls:
         self._calls.remember(checked, on)
 
 
-def append_problem(arguments: AppendArguments) -> AppendProblem:
-    """Check all arguments and convert them to a problem."""
+def append_problem(arguments: AppendArguments, by_slot: bool) -> AppendProblem:
+    """Check all arguments and convert them to a problem. ``by_slot``: they have a slot mapping."""
     a = arguments
     key, value = _new_tokens(a.append_key, a.append_value)
     on, tokens = key.device, key.shape[0]
+    slots = _slots(a.positions, tokens, on) if by_slot else None
+    if slots is not None:
+        key, value = (rows[: slots.shape[0]] for rows in (key, value))
     arch = support.arch_of(on)
     shared = checks.flag("uses_shared_paged_kv_idx", a.uses_shared_paged_kv_idx)
     interleaves = checks.choice("v_scale_layout", a.v_scale_layout, V_SCALE_LAYOUTS) == VScaleLayout.INTERLEAVED.value
     kind, caches = _caches(a.paged_kv_cache, a.kv_layout, key, value, shared, interleaves)
     scales = _block_scales(a.kv_cache_sf, a.kv_layout, caches, kind, shared)
-    batch, table, starts = _pages(a, shared, on)
+    batch, table, starts = _pages(a, shared, on) if slots is None else (0, None, None)
     pdl = checks.optional_flag("enable_pdl", a.enable_pdl)
     problem = AppendProblem(
         key=key,
@@ -139,8 +147,8 @@ def append_problem(arguments: AppendArguments) -> AppendProblem:
         value_cache=caches.value,
         key_scales=None if scales is None else scales.key,
         value_scales=None if scales is None else scales.value,
-        batch_indices=_index("batch_indices", a.batch_indices, ("tokens", tokens), on),
-        positions=_index("positions", a.positions, ("tokens", tokens), on),
+        batch_indices=_index("batch_indices", a.batch_indices, ("tokens", tokens), on) if slots is None else None,
+        positions=_index("positions", a.positions, ("tokens", tokens), on) if slots is None else slots,
         page_table=table,
         page_starts=starts,
         batch=batch,
@@ -150,7 +158,7 @@ def append_problem(arguments: AppendArguments) -> AppendProblem:
         programmatic_launch=True if pdl is None else pdl,
     )
     _check_apart(problem, shared)
-    require_problem(support.APPEND, problem, arch)
+    require_problem(support.APPEND_SLOTS if by_slot else support.APPEND, problem, arch)
     return problem
 
 
@@ -191,6 +199,7 @@ def _caches(
     checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     caches = paged_kv_views(paged_kv_cache, kv_layout, same_pages=shared, name="paged_kv_cache")
     nvfp4 = CacheType.NVFP4_INTERLEAVED if interleaves else CacheType.NVFP4
+    checks.page_size("paged_kv_cache", caches.key.shape[2])
     kind = {checks.FP8: CacheType.E4M3, torch.uint8: nvfp4}.get(of, CacheType.WIDE)
     packing = 2 if kind.is_nvfp4 else 1
     parts_of = (("K", "append_key", key, caches.key), ("V", "append_value", value, caches.value))
@@ -255,6 +264,16 @@ def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, Pag
     if a.kv_last_page_len is not None:
         _index("kv_last_page_len", a.kv_last_page_len, ("batch", batch), on)
     return batch, table, starts
+
+
+def _slots(slot_mapping: Any, tokens: int, on: torch.device) -> torch.Tensor:
+    """Check and return the slot of each token; tokens behind the last slot are not written."""
+    slots = _index("slot_mapping", slot_mapping, ("slots", None), on)
+    if slots.shape[0] > tokens:
+        raise ValueError(
+            f"slot_mapping must have at most {tokens} elements, the tokens of append_key, got {slots.shape[0]}"
+        )
+    return slots
 
 
 def _index(name: str, value: Any, dim: tuple[str, int | None], on: torch.device) -> torch.Tensor:

@@ -44,8 +44,11 @@ class AppendProblem:
         key, value: [tokens, kv_heads, head_dim], with 16-byte aligned rows.
         key_cache, value_cache: canonical views [pages, kv_heads, page_size, stored head_dim].
         key_scales, value_scales: for NVFP4 [pages, kv_heads, page_size, head_dim / 16], else None.
-        batch_indices, positions: [tokens], int32, uint32 or int64, like all indices. Negative values are padding.
-        page_table: ids of K's and of V's pages: 2-D, or 1-D if ``page_starts`` gives the start of each request.
+        batch_indices: [tokens], int32, uint32 or int64, like all indices; None if ``positions`` are slots.
+        positions: [tokens], positions in requests, or slots of the cache: page * page_size + row. Negative values of
+            either tensor are padding.
+        page_table: ids of K's and of V's pages: 2-D, or 1-D if ``page_starts`` gives the start of each request; None if
+            ``positions`` are slots.
         page_starts: [batch + 1] or None.
         batch: number of requests.
         k_scale, v_scale: divisors before rounding: floats, or one float32 on the device.
@@ -59,9 +62,9 @@ class AppendProblem:
     value_cache: torch.Tensor
     key_scales: torch.Tensor | None
     value_scales: torch.Tensor | None
-    batch_indices: torch.Tensor
+    batch_indices: torch.Tensor | None
     positions: torch.Tensor
-    page_table: PageTable
+    page_table: PageTable | None
     page_starts: torch.Tensor | None
     batch: int
     k_scale: float | torch.Tensor
@@ -104,7 +107,7 @@ class AppendAddresses(NamedTuple):
     value_scales: int
     batch_indices: int
     positions: int
-    key_table: int
+    key_table: int  # 0: positions are slots
     value_table: int
     page_starts: int  # 0: the tables have a row for each request
     k_scale: int  # 0: the scale is passed by value
@@ -119,7 +122,8 @@ class AppendGeometry(NamedTuple):
     batch: int
     k_dim: int
     v_dim: int
-    page_shift: int  # log2 of the page size
+    page_size: int
+    page_shift: int  # log2 of a page size that is a power of two, else -1
     key_table_row: int
     value_table_row: int
     table_width: int  # page ids of a request, or of all requests if page_starts is given
@@ -171,17 +175,7 @@ def _config(arch: str, dtype: str, kind: CacheType) -> AppendConfig:
 
 
 def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
-    """Choose the append kernel for ``problem`` on ``arch``.
-
-    Raises:
-        NotImplementedError: there is no kernel; the message lists what is supported.
-    """
-    page_size = problem.key_cache.shape[2]
-    if not support.append_page_size(page_size):
-        raise NotImplementedError(
-            f"page size {page_size} has no append kernel on {arch}; supported: powers of two up to "
-            f"{support.MAX_PAGE_SIZE}"
-        )
+    """Return the append kernel for ``problem`` on ``arch``."""
     return _config(arch, DTYPES[problem.key.dtype], problem.kind)
 
 

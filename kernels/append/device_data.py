@@ -12,6 +12,7 @@ import torch
 
 from hopwell.kernels.append.config import SMALLEST_SCALE, AppendProblem, pool_distance
 from hopwell.kernels.launch.device_data import Rule, ascending, read_rows, signed
+from hopwell.kernels.problem import PageTable
 
 
 def rules_of(problem: AppendProblem) -> Iterator[Rule]:
@@ -21,24 +22,37 @@ def rules_of(problem: AppendProblem) -> Iterator[Rule]:
         if isinstance(scale, torch.Tensor):
             wrong = ~(scale.isfinite() & (scale >= SMALLEST_SCALE))
             yield _rule(operand, scale, wrong, f"finite and at least {SMALLEST_SCALE}")
-    requests, positions = signed(p.batch_indices), signed(p.positions)
+    if p.batch_indices is None or p.page_table is None:
+        yield _slots(p)
+    else:
+        yield from _requests(p, p.page_table, signed(p.batch_indices), signed(p.positions))
+
+
+def _slots(p: AppendProblem) -> Rule:
+    """Return the rule that slots are slots of the cache."""
+    pages, _, page_size, _ = p.key_cache.shape
+    slots = signed(p.positions)
+    text = f"less than {pages * page_size}, because the cache has {pages} pages of {page_size}, or negative for padding"
+    return _rule("positions", slots, slots >= pages * page_size, text)
+
+
+def _requests(p: AppendProblem, table: PageTable, requests: torch.Tensor, positions: torch.Tensor) -> Iterator[Rule]:
+    """Yield the rules that tokens belong to requests, and that their positions have pages."""
     is_token = (requests >= 0) & (positions >= 0)
     text = f"less than {p.batch}, the number of requests, or negative for padding"
     yield _rule("batch_indices", requests, is_token & (requests >= p.batch), text)
-    width = p.page_table.key.shape[-1]
     if p.page_starts is not None:
-        yield from _starts(signed(p.page_starts), width)
+        yield from _starts(signed(p.page_starts), table.key.shape[-1])
     if p.batch:
         is_token &= requests < p.batch
-        yield from _places(p, requests.clamp(0, p.batch - 1), positions, is_token)
+        yield from _places(p, table, requests.clamp(0, p.batch - 1), positions, is_token)
 
 
 def _places(
-    p: AppendProblem, requests: torch.Tensor, positions: torch.Tensor, is_token: torch.Tensor
+    p: AppendProblem, table: PageTable, requests: torch.Tensor, positions: torch.Tensor, is_token: torch.Tensor
 ) -> Iterator[Rule]:
     """Yield the rules that tokens lie within the pages of their requests, and that page ids name pages of the cache."""
-    table, page_size = p.page_table, p.key_cache.shape[2]
-    width = table.key.shape[-1]
+    page_size, width = p.key_cache.shape[2], table.key.shape[-1]
     if p.page_starts is None:
         first = torch.arange(p.batch, device=requests.device) * width
         room = torch.full_like(first, width)

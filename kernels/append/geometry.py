@@ -10,8 +10,8 @@ from hopwell.kernels.config.base import page_and_head_stride
 
 def append_geometry(problem: AppendProblem, config: AppendConfig) -> AppendGeometry:
     """Return the run-time sizes and strides of an append problem."""
-    p, table = problem, problem.page_table
-    has_rows = p.page_starts is None
+    p, table, page_size = problem, problem.page_table, problem.key_cache.shape[2]
+    rows = table if p.page_starts is None else None  # a table with a row for each request
 
     def strides(name: str, cache: torch.Tensor | None) -> dict[str, int]:
         if cache is None:
@@ -25,10 +25,11 @@ def append_geometry(problem: AppendProblem, config: AppendConfig) -> AppendGeome
         batch=p.batch,
         k_dim=p.key.shape[2],
         v_dim=p.value.shape[2],
-        page_shift=p.key_cache.shape[2].bit_length() - 1,
-        key_table_row=table.key.stride(0) if has_rows else 0,  # in page ids of either dtype
-        value_table_row=table.value.stride(0) if has_rows else 0,
-        table_width=table.key.shape[-1],
+        page_size=page_size,
+        page_shift=page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
+        key_table_row=0 if rows is None else rows.key.stride(0),  # in page ids of either dtype
+        value_table_row=0 if rows is None else rows.value.stride(0),
+        table_width=0 if table is None else table.key.shape[-1],
         k_pages=p.key_cache.shape[0],
         v_pages=p.value_cache.shape[0],
         key_token=p.key.stride(0),

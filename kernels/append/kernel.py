@@ -10,7 +10,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
 from hopwell.kernels.append.config import AppendAddresses, AppendConfig, AppendGeometry, CacheType
 from hopwell.kernels.elements import HALFWORD_BYTES, INTERLEAVED_TOKENS
@@ -112,19 +112,31 @@ class Append:
     @cute.jit
     def place(self, a, g, token, table, table_row):
         """Return the page of a token, -1 if there is none, and its row in the page."""
-        request = load_wide_index(a.batch_indices, token)
         position = load_wide_index(a.positions, token)
-        page, shift = Int64(-1), Int64(g.page_shift)
-        if request >= 0 and request < g.batch and position >= 0:
-            index = position >> shift
-            first, end = request * table_row, request * table_row + g.table_width
-            if a.page_starts != 0:
-                first = load_wide_index(a.page_starts, request)
-                end = cutlass.min(load_wide_index(a.page_starts, request + 1), g.table_width)
-            # The first two conditions rule out an overflow of the difference.
-            if first >= 0 and first < end and index < end - first:
-                page = load_wide_index(table, first + index)
-        return page, position & ((Int64(1) << shift) - 1)
+        index, row = self.split(g, position)
+        page = index
+        if table != 0:
+            page = Int64(-1)
+            request = load_wide_index(a.batch_indices, token)
+            if request >= 0 and request < g.batch and position >= 0:
+                first, end = request * table_row, request * table_row + g.table_width
+                if a.page_starts != 0:
+                    first = load_wide_index(a.page_starts, request)
+                    end = cutlass.min(load_wide_index(a.page_starts, request + 1), g.table_width)
+                # The first two conditions rule out an overflow of the difference.
+                if first >= 0 and first < end and index < end - first:
+                    page = load_wide_index(table, first + index)
+        return page, row
+
+    @cute.jit
+    def split(self, g, position):
+        """Return the number of pages before a position, -1 or less if the position is negative, and its row."""
+        page, size = Int64(-1), Int64(g.page_size)
+        if g.page_shift >= 0:
+            page = position >> Int64(g.page_shift)
+        elif position >= 0:
+            page = (position.to(Uint64) // size.to(Uint64)).to(Int64)
+        return page, position - page * size
 
     @cute.jit
     def write(self, to: Destination, heads, token, page, row, scale) -> None:

@@ -55,7 +55,7 @@ class AppendPlan:
 
 def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:
     """Return the tensors of :class:`AppendAddresses`, in its order."""
-    p = problem
+    p, table = problem, problem.page_table
     return AppendOperands(
         key=p.key,
         value=p.value,
@@ -65,8 +65,8 @@ def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:
         value_scales=p.value_scales,
         batch_indices=p.batch_indices,
         positions=p.positions,
-        key_table=p.page_table.key,
-        value_table=p.page_table.value,
+        key_table=None if table is None else table.key,
+        value_table=None if table is None else table.value,
         page_starts=p.page_starts,
         k_scale=p.k_scale if isinstance(p.k_scale, torch.Tensor) else None,
         v_scale=p.v_scale if isinstance(p.v_scale, torch.Tensor) else None,

@@ -29,7 +29,6 @@ from hopwell.kernels.support import (
     DECODE_NVFP4_HEAD_DIMS,
     FMHA_V2,
     FP8_HEAD_DIMS,
-    MAX_PAGE_SIZE,
     MLA,
     MLA_HEAD_DIMS,
     NVFP4_HEAD_DIMS,
@@ -152,12 +151,9 @@ class _Rows:
         return self.row(rule.feature, "masks", rule.title + note, dict(mask=mask, **case))
 
     @property
-    def page_sizes(self) -> tuple[Feature, ...]:
-        """Rows of page sizes."""
-        known = self.row(
-            "page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", *_over("page_size", _PAGE_SIZES)
-        )
-        return known, self.no_row("other_page_size", "page sizes", "other page sizes", known, shown=[dict(paged=True)])
+    def page_sizes(self) -> Feature:
+        """Row of page sizes."""
+        return self.row("page_size", "page sizes", "page size: any", *_over("page_size", _PAGE_SIZES))
 
     @property
     def sinks(self) -> Feature:
@@ -174,7 +170,7 @@ class _Rows:
         return *known, self.no_row("other_head_dim", "head dims", "other head dims", *known)
 
 
-_PAGE_SIZES = (1, 3, 16, MAX_PAGE_SIZE)  # both ways to fetch, and the largest size
+_PAGE_SIZES = (1, 3, 16, 1056)  # both ways to fetch, and a page larger than a TMA box can be
 _PREFILL, _DECODE, _MLA, _APPEND = (
     _Rows(probe) for probe in (samples.prefill, samples.decode, samples.mla, samples.append)
 )
@@ -228,8 +224,8 @@ _PREFILL_NVFP4_HEAD_DIMS = _PREFILL.row(
 _PREFILL_NVFP4_PAGE_SIZES = _PREFILL.row(
     "nvfp4_page_size",
     "page sizes",
-    f"with NVFP4 caches: page size: multiples of 4 up to {MAX_PAGE_SIZE}",
-    *_over("page_size", (4, 12, MAX_PAGE_SIZE), kv=UINT8),
+    "with NVFP4 caches: page size: multiples of 4",
+    *_over("page_size", (4, 12, 1056), kv=UINT8),
 )
 _DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]
 _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
@@ -248,12 +244,6 @@ _MLA_SPARSE_HEAD_DIM = _MLA.row(
     "head dims",
     "with sparse top-k head dim 512 as well",
     dict(dims=(512, 512), sparse=True),
-)
-_APPEND_PAGE_SIZES = _APPEND.row(
-    "page_size",
-    "page sizes",
-    f"page size: powers of two up to {MAX_PAGE_SIZE}",
-    *_over("page_size", (1, 16, MAX_PAGE_SIZE)),
 )
 
 ENTRIES: dict[str, Entry] = {
@@ -281,7 +271,7 @@ ENTRIES: dict[str, Entry] = {
                 _PREFILL_NVFP4_HEAD_DIMS,
                 shown=[dict(kv=UINT8)],
             ),
-            *_PREFILL.page_sizes,
+            _PREFILL.page_sizes,
             _PREFILL_NVFP4_PAGE_SIZES,
             # All caches become views of the same problem: kernels know strides and tables, not layouts.
             _PREFILL.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
@@ -304,7 +294,7 @@ ENTRIES: dict[str, Entry] = {
             _FP8,
             _FP8_OUT,
             *_PREFILL_HEAD_DIMS,
-            *_PREFILL.page_sizes,
+            _PREFILL.page_sizes,
             _PREFILL.row("cache", "KV caches", "all five input layouts"),
             _PREFILL.mask(MaskKind.CAUSAL),
             _PREFILL.mask(MaskKind.FULL, " (`padding`)"),
@@ -325,7 +315,7 @@ ENTRIES: dict[str, Entry] = {
             _FP8,
             _FP8_OUT,
             *_PREFILL_HEAD_DIMS,
-            *_PREFILL.page_sizes,
+            _PREFILL.page_sizes,
             _PREFILL.row("cache", "KV caches", "paged and ragged KV, element offsets"),
             _PREFILL.mask(MaskKind.CAUSAL),
             _PREFILL.mask(MaskKind.FULL),
@@ -370,7 +360,7 @@ ENTRIES: dict[str, Entry] = {
                 shown=[dict(kv=UINT8)],
             ),
             _DECODE.no_row("other_head_dim", "head dims", "other head dims", *_DECODE_KNOWN_HEAD_DIMS),
-            *_DECODE.page_sizes,
+            _DECODE.page_sizes,
             _DECODE.row("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data"),
             _DECODE.mask(MaskKind.DRAFT, q_len=2),
             _DECODE.mask(MaskKind.CYCLIC),
@@ -395,7 +385,7 @@ ENTRIES: dict[str, Entry] = {
             _MLA_HEAD_DIMS,
             _MLA.no_row("other_head_dim", "head dims", "other head dims", _MLA_HEAD_DIMS, _MLA_SPARSE_HEAD_DIM),
             _MLA_SPARSE_HEAD_DIM,
-            *_MLA.page_sizes,
+            _MLA.page_sizes,
             _MLA.row("cache", "KV caches", "3-D and 4-D caches"),
             _MLA.row(
                 "multi_token", "masks", "several tokens per request (causal, bottom-right)", *_over("q_len", (2, 32))
@@ -417,8 +407,7 @@ ENTRIES: dict[str, Entry] = {
                 "NVFP4 cache, V scales linear or interleaved",
                 *_over("kind", (CacheType.NVFP4, CacheType.NVFP4_INTERLEAVED)),
             ),
-            _APPEND_PAGE_SIZES,
-            _APPEND.no_row("other_page_size", "page sizes", "other page sizes", _APPEND_PAGE_SIZES),
+            _APPEND.page_sizes,
             _APPEND.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
             _APPEND.tensor_scales,
         ),

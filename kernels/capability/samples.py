@@ -25,7 +25,6 @@ from hopwell.kernels.problem import (
     PageTable,
     Score,
 )
-from hopwell.kernels.support import MAX_PAGE_SIZE, append_page_size
 
 BF16, FP8, INT8, UINT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8
 HEADS, KV_HEADS, PAGES, PAGE_SIZE, BATCH = 8, 2, 4, 16, 2
@@ -204,13 +203,6 @@ def _has_tensor_scale(problem: Any) -> bool:
     return any(isinstance(getattr(problem, name, None), torch.Tensor) for name in names)
 
 
-def _has_page_size(problem: Any, size: int) -> bool:
-    """Return whether the page size belongs to the row of the table for which ``size`` is a sample."""
-    if isinstance(problem, AppendProblem):
-        return append_page_size(problem.key_cache.shape[2])
-    return problem.key.shape[2] <= MAX_PAGE_SIZE
-
-
 # For each argument of a probe: whether a problem has what a value of the argument asks for.
 _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
     query=lambda problem, dtype: problem.query.dtype == dtype,
@@ -220,7 +212,7 @@ _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
     dims=lambda problem, dims: (problem.query.shape[-1], problem.v_dim) == dims,
     dim=lambda problem, dim: problem.query.shape[-1] == dim,
     paged=lambda problem, yes: problem.page_table is not None or problem.token_table is not None,
-    page_size=_has_page_size,
+    page_size=lambda problem, size: True,  # a row has samples of all sizes
     mask=lambda problem, kind: problem.mask.kind is kind,
     q_len=lambda problem, several: problem.max_q_len > 1,
     alibi=lambda problem, yes: problem.score.kind.has_slopes,

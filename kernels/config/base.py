@@ -429,16 +429,6 @@ def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(map(str, dtypes))
 
 
-def require_page_size(problem: AttentionProblem, arch: str) -> None:
-    """Refuse page sizes that no kernel has."""
-    page_size = problem.key.shape[2]
-    paged = problem.page_table is not None or problem.token_table is not None
-    if paged and page_size > support.MAX_PAGE_SIZE:
-        raise NotImplementedError(
-            f"page size {page_size} has no kernel on {arch}; supported: 1 to {support.MAX_PAGE_SIZE}"
-        )
-
-
 def paged_fetches(tile_n: int) -> list[tuple[KvFetch, int]]:
     """Return every way to fetch pages in steps of ``tile_n`` keys, with the tokens of a TMA box."""
     boxes = [rows for rows in (8, 16, 32, 64) if tile_n % rows == 0]

@@ -22,7 +22,6 @@ from hopwell.kernels.config.base import (
     paged_fetches,
     power_of_two_in,
     require_dtypes,
-    require_page_size,
     rounded_up,
 )
 from hopwell.kernels.config.splitting import (
@@ -295,7 +294,6 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
         )
     if kv_type is KvType.WIDE:
         require_dtypes(problem, out_dtype, arch)
-    require_page_size(problem, arch)
     require_seen(problem, "decode kernel", (*MASKS, MaskKind.CYCLIC) if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
     common = (arch, dtype, QUERY_DTYPES[out_dtype], head_dim, head_dim, problem.mask.kind)

@@ -22,7 +22,6 @@ from hopwell.kernels.config.base import (
     kv_fetch,
     paged_fetches,
     require_dtypes,
-    require_page_size,
     rounded_up,
 )
 from hopwell.kernels.config.decode import DecodeConfig, require_seen
@@ -228,7 +227,6 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     out_dtype = out_dtype if problem.out is None else problem.out.dtype
     kv_type = KvType.WIDE if in_bytes else KV_TYPES.get(problem.key.dtype, KvType.WIDE)
     require_dtypes(problem, out_dtype, arch, kv_type, queries=E4M3_DTYPES if in_bytes else QUERIES[kv_type])
-    require_page_size(problem, arch)
     masks = (MaskKind.CAUSAL, MaskKind.CYCLIC) if problem.token_table is None else (MaskKind.CAUSAL,)
     require_seen(problem, "MLA decode kernel", masks, arch)
     if problem.token_table is not None:

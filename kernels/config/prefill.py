@@ -26,7 +26,6 @@ from hopwell.kernels.config.base import (
     kv_fetch,
     paged_fetches,
     require_dtypes,
-    require_page_size,
     rounded_up,
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
@@ -316,7 +315,6 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
     dequantizes_q = kv_type is KvType.NVFP4 and problem.query.dtype not in DTYPES
     queries, outputs = (QUERY_DTYPES, _output_dtypes(problem)) if kind.takes_narrow else (DTYPES, DTYPES)
     require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
-    require_page_size(problem, arch)
     if problem.score.kind not in kind.scores:
         raise NotImplementedError(
             f"scores of kind {problem.score.kind.value} have no kernel on {arch}; supported: "

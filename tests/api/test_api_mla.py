@@ -204,9 +204,6 @@ class TestRefusals:
         refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[:, None].repeat(1, 2, 1, 1))
         refused(MLA, ValueError, "^kv_cache has stride", kv_cache=odd_stride(PAGES, PAGE, 576))
         refused(MLA, ValueError, "kv_cache must have a page size of at least 1", kv_cache=cache[:, :0])
-        size = mla_workspace_bytes(HEADS, 4 * 2048, device="cpu")
-        changes = dict(kv_cache=data(1, 2048, 576), workspace_buffer=torch.empty(size, dtype=U8))
-        refused(MLA, NotImplementedError, "page sizes: 1 to 1024; got page_size=2048", **changes)
 
     def test_sparse(self) -> None:
         refused(MLA, ValueError, "^sparse_mla_top_k must be a multiple of 4", sparse_mla_top_k=6)

@@ -217,6 +217,14 @@ NVFP4_APPEND = [
     ("v_scale_layout", "linear"),
     ("enable_pdl", None),
 ]
+APPEND_SLOTS = [*APPEND[:2], ("slot_mapping", NONE), *(APPEND[i] for i in (4, 8, 9, 10, 11, 12, 15))]
+NVFP4_APPEND_SLOTS = [
+    *APPEND_SLOTS[:4],
+    ("kv_cache_sf", NONE),
+    ("k_scale", NONE),
+    ("v_scale", NONE),
+    *NVFP4_APPEND[-3:],
+]
 
 # module, name, parameters, number of positional ones
 EXPECTED = [
@@ -234,6 +242,8 @@ EXPECTED = [
         3,
     ),
     ("hopwell.page", "nvfp4_quantize_append_paged_kv_cache", NVFP4_APPEND, 12),
+    ("hopwell.page", "append_paged_kv_cache_with_slot_mapping", APPEND_SLOTS, 5),
+    ("hopwell.page", "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", NVFP4_APPEND_SLOTS, 8),
     ("hopwell.prefill", "trtllm_batch_context_with_kv_cache", CONTEXT, 23),
     ("hopwell.decode", "xqa_batch_decode_with_kv_cache", XQA, 17),
     ("hopwell.decode", "trtllm_batch_decode_with_kv_cache", TRTLLM_DECODE, 30),

@@ -42,9 +42,6 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     text = "^{} on sm_80 supports no head dims, got head_dim=512; head dim 512: supported on sm_90a, .*, sm_120a$"
     with pytest.raises(NotImplementedError, match=text.format(support.XQA)):
         features.require(support.XQA, "large_head_dim", "head_dim=512", "sm_80")
-    text = "^{} on sm_90a supports these page sizes: powers of two up to 1024; got page_size=24$"
-    with pytest.raises(NotImplementedError, match=text.format(support.APPEND)):
-        features.require(support.APPEND, "other_page_size", "page_size=24", "sm_90a")
 
 
 def test_a_row_has_what_its_implementations_do_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,18 @@ def nvfp4_append() -> dict[str, Any]:
     return append(Case(cache=NVFP4)) | dict(kv_last_page_len=None)
 
 
+def append_slots(case: Case) -> dict[str, Any]:
+    data = Data(case)
+    return dict(append_key=data.key, append_value=data.value, slot_mapping=data.slots()) | data.options()
+
+
 # Arguments of functions whose docstrings have no example.
 ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     **{form.function.__name__: form.build for form in reversed(api_calls.FORMS) if form.runs},
     "append_paged_kv_cache": lambda: append(Case(cache=FP8)),
+    "append_paged_kv_cache_with_slot_mapping": lambda: append_slots(Case()),
     "nvfp4_quantize_append_paged_kv_cache": nvfp4_append,
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": lambda: append_slots(Case(cache=NVFP4)),
     "batch_invariant": lambda: dict(enable=False),
     "check_device_data": lambda: dict(enable=False),
     "mla_workspace_bytes": lambda: dict(num_heads=16, max_seq_len=100),

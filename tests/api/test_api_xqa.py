@@ -212,12 +212,6 @@ class TestRefusals:
         text = f"^kv_cache must have the head_dim of query, {DIM}, for V as well, got {DIM // 2}$"
         refused(XQA, ValueError, text, kv_cache=halves)
 
-    def test_page_sizes(self) -> None:
-        changes = dict(kv_cache=data(1, 2, 2048, KV_HEADS, DIM), block_tables=ints([0], [0], [0]))
-        size = xqa_workspace_bytes(HEADS, KV_HEADS, DIM, 2048, device="cpu")
-        changes["workspace_buffer"] = torch.empty(size, dtype=U8)
-        refused(XQA, NotImplementedError, "page sizes: 1 to 1024; got page_size=2048", **changes)
-
     def test_tokens_per_request(self) -> None:
         refused(XQA, ValueError, f"^q_len_per_req must divide the {BATCH} rows of query, got 2$", q_len_per_req=2)
         refused(XQA, ValueError, r"^q_len_per_req must be in \[1, ", q_len_per_req=0)

@@ -89,12 +89,12 @@ BAD = {
         ValueError,
         "heads and head_dim of the new tokens",
     ),
-    "page size": (
+    "empty pages": (
         "bf16",
         "paged_kv_cache",
-        lambda x: tuple(p[:, :7] for p in x),
-        NotImplementedError,
-        "^append_paged_kv_cache on sm_90a supports these page sizes: powers of two up to 1024; got page_size=7$",
+        lambda x: tuple(p[:, :0] for p in x),
+        ValueError,
+        "^paged_kv_cache must have a page size of at least 1, got 0$",
     ),
     "layout": ("bf16", "kv_layout", lambda x: "NDH", ValueError, "kv_layout must be one of"),
     "scale of bf16": ("bf16", "k_scale", lambda x: 2.0, ValueError, "k_scale must be 1.0 for a 16-bit cache"),
@@ -150,6 +150,34 @@ def test_bad_arguments_are_named(
         call(case, change)
 
 
+SLOTS = torch.arange(21)
+BAD_SLOTS = {
+    "more slots than tokens": (
+        torch.arange(22),
+        ValueError,
+        r"^slot_mapping must have at most 21 elements, the tokens of append_key, got 22$",
+    ),
+    "none": (None, TypeError, r"^slot_mapping must be a torch\.Tensor, got None$"),
+    "float slots": (SLOTS.float(), ValueError, r"^slot_mapping must be torch\.int32 or"),
+    "strided slots": (torch.arange(42)[::2], ValueError, r"^slot_mapping must have stride 1"),
+    "2-D slots": (SLOTS[None], ValueError, r"^slot_mapping must have shape \[slots\], got \(1, 21\)$"),
+    "slots elsewhere": (SLOTS.to("meta"), ValueError, r"^slot_mapping must be on cpu, the device of append_key"),
+}
+
+
+@pytest.mark.parametrize(("slots", "error", "message"), BAD_SLOTS.values(), ids=BAD_SLOTS)
+def test_bad_slots_are_named(slots: Any, error: type[Exception], message: str) -> None:
+    data = Data(Case())
+    with pytest.raises(error, match=message):
+        hopwell.append_paged_kv_cache_with_slot_mapping(data.key, data.value, slots, **data.options())
+
+
+def test_positions_and_batch_indices_are_still_required() -> None:
+    for name in ("batch_indices", "positions"):
+        with pytest.raises(TypeError, match=rf"^{name} must be a torch\.Tensor, got None$"):
+            call("bf16", lambda arguments, name=name: arguments.update({name: None}))
+
+
 def test_int16_block_tables_are_refused() -> None:
     def change(arguments: dict[str, Any]) -> None:
         tables = torch.zeros(4, 9, dtype=torch.int16)
@@ -200,8 +228,11 @@ def test_keys_and_values_that_share_parts_of_pages_are_refused() -> None:
 
 
 def test_refused_where_there_is_no_kernel() -> None:
-    with emulator.use("sm_89"), pytest.raises(NotImplementedError, match=r"append_paged_kv_cache.*sm_89"):
+    with emulator.use("sm_89"), pytest.raises(NotImplementedError, match=r"append_paged_kv_cache on sm_89"):
         call("bf16", lambda arguments: None)
+    data = Data(Case())
+    with emulator.use("sm_89"), pytest.raises(NotImplementedError, match=r"cache_with_slot_mapping on sm_89"):
+        hopwell.append_paged_kv_cache_with_slot_mapping(data.key, data.value, data.slots(), **data.options())
 
 
 def test_kernels_are_the_devices_own_whatever_attention_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,15 +248,6 @@ def test_kernels_are_the_devices_own_whatever_attention_uses(monkeypatch: pytest
     with emulator.use("sm_90a"), pytest.raises(RuntimeError, match="found"):
         call("bf16", lambda arguments: None)
     assert bound == ["sm_90a"]
-
-
-def test_page_sizes_beyond_the_table_are_refused() -> None:
-    cache = torch.zeros(1, 2048, 1, 64, dtype=BF16)
-    tokens, ids = torch.zeros(1, 1, 64, dtype=BF16), torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="powers of two up to 1024; got page_size=2048"):
-        hopwell.append_paged_kv_cache(
-            tokens, tokens, ids, ids, (cache, cache.clone()), ids, torch.tensor([0, 1], dtype=torch.int32)
-        )
 
 
 @pytest.mark.compile
@@ -284,6 +306,7 @@ def test_a_repeated_call_is_launched_with_its_own_addresses(
     monkeypatch.setattr(AppendPlan, "__init__", lambda self, problem: vars(self).update(made))
     monkeypatch.setattr(AppendPlan, "launch", lambda self, views, name: None)
     monkeypatch.setattr(page, "_APPEND", AppendCalls())
+    monkeypatch.setattr(page, "_APPEND_SLOTS", AppendCalls(by_slot=True))
 
     def call(data: Data, **changes: Any) -> None:
         places = (data.key, data.value, data.batch_indices, data.positions)
@@ -306,4 +329,8 @@ def test_a_repeated_call_is_launched_with_its_own_addresses(
     assert launched.pop()[8:10] == (wide.data_ptr() + 1,) * 2  # odd as an address of int64
     with pytest.raises(ValueError, match="kv_layout"):
         call(second, kv_layout="ndh")
+    slots = second.slots()
+    for _ in range(2):
+        hopwell.append_paged_kv_cache_with_slot_mapping(second.key, second.value, slots, **second.options())
+    assert launched.pop()[6:11] == (0, slots.data_ptr() + 1, 0, 0, 0)
     assert launched == []

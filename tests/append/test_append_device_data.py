@@ -119,6 +119,19 @@ def test_ids_of_values_alone(launches: list[Any]) -> None:
     assert not launches
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_slots(launches: list[Any], dtype: torch.dtype) -> None:
+    data = Data(Case())
+    slots = data.slots().to(dtype)
+    slots[2], slots[3] = -1, 13 * 8 - 1
+    hopwell.append_paged_kv_cache_with_slot_mapping(data.key, data.value, slots, **data.options())
+    slots[5] = 13 * 8
+    text = r"slot_mapping\[5\] must be less than 104, because the cache has 13 pages of 8, or negative for padding"
+    with pytest.raises(ValueError, match=f"^{text}, got 104$"):
+        hopwell.append_paged_kv_cache_with_slot_mapping(data.key, data.value, slots, **data.options())
+    assert len(launches) == 1
+
+
 def test_new_keys_and_values_in_one_page_of_a_pool(launches: list[Any]) -> None:
     """Page p of V is page p + 1 of K: even ids keep them apart."""
     data = Data(Case())

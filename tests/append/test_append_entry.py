@@ -41,6 +41,51 @@ def test_writes_what_the_quantizers_give(device: str, case: Case) -> None:
     data.check(want)
 
 
+def append_slots(data: Data, slots: torch.Tensor, **changes: object) -> None:
+    places = (data.key, data.value, slots)
+    hopwell.append_paged_kv_cache_with_slot_mapping(*places, **(data.options() | changes))  # type: ignore[arg-type]
+
+
+@NAMED
+def test_slot_mapping(device: str, case: Case) -> None:
+    """Negative slots, slots past the cache and tokens behind the last slot are not written."""
+    data = Data(replace(case, device=device))
+    slots = data.slots()[:-2]
+    slots[3], slots[7], slots[8] = -1, data.pages * case.page_size, -(2**40)
+    want = data.expected(skipped=(3, 7, 8, data.case.tokens - 2, data.case.tokens - 1))
+    append_slots(data, slots)
+    data.check(want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32])
+def test_slots_of_32_bits(device: str, dtype: torch.dtype) -> None:
+    data = Data(replace(CASES["nvfp4"], device=device))
+    want = data.expected()
+    append_slots(data, data.slots().int().view(dtype))
+    data.check(want)
+
+
+def test_flashinfer_name_for_nvfp4_slots(device: str) -> None:
+    data = Data(replace(CASES["nvfp4"], device=device))
+    want = data.expected()
+    places = (data.key, data.value, data.slots(), data.cache, data.scales)
+    scales = (torch.tensor(scale, device=device) for scale in (data.case.k_scale, data.case.v_scale))
+    hopwell.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*places, *scales, data.case.layout)
+    data.check(want)
+
+
+@pytest.mark.parametrize("page_size", [24, 7, 1040])
+def test_page_sizes_that_are_no_powers_of_two(device: str, page_size: int) -> None:
+    """With pages of 1040 tokens, request 1 has its new tokens in the second page."""
+    data = Data(Case(old=(0, page_size - 5), new=(3, 9), page_size=page_size, kv_heads=1, device=device))
+    want = data.expected()
+    append(data)
+    data.check(want)
+    again = Data(data.case)
+    append_slots(again, again.slots())
+    again.check(want)
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_is_the_same_on_other_archs(arch: str) -> None:

@@ -132,6 +132,12 @@ class Data:
             row[: len(ids)] = ids
         return table.to(self.case.device)
 
+    def slots(self) -> torch.Tensor:
+        """Return the slot of each new token, int64."""
+        size, positions = self.case.page_size, self.positions.cpu().long()
+        places = self.indptr.cpu().long()[self.batch_indices.cpu().long()] + positions // size
+        return (self.ids.long()[places] * size + positions % size).to(self.case.device)
+
     def expected(self, skipped: Sequence[int] = ()) -> list[torch.Tensor]:
         """Return the bytes of K, V, and their scales as [pages, kv_heads, page_size, n], without the tokens
         ``skipped``.

@@ -18,7 +18,7 @@ from hopwell.kernels.problem import (
     BlockScales,
 )
 from hopwell.kernels.registry import resolve
-from hopwell.kernels.support import COMMON_HEAD_DIMS, CONTEXT, FP8_HEAD_DIMS, MAX_PAGE_SIZE, REGISTER_HEAD_DIMS
+from hopwell.kernels.support import COMMON_HEAD_DIMS, CONTEXT, FP8_HEAD_DIMS, REGISTER_HEAD_DIMS
 
 ARCH = "sm_90a"
 HEAD_DIMS = (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS)
@@ -108,12 +108,6 @@ class TestRefusals:
         message = self.refusal(replace(problem, **{role: getattr(problem, role).to(dtype)}))
         assert f"{role} dtype {dtype}" in message
         assert "torch.bfloat16" in message
-
-    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
-    def test_other_page_sizes(self, page_size: int) -> None:
-        message = self.refusal(paged(*cache("tuple-HND", page_size, (128, 128))))
-        assert f"page size {page_size}" in message
-        assert f"1 to {MAX_PAGE_SIZE}" in message
 
     def test_contiguous_keys_of_any_number(self) -> None:
         """Contiguous K is one page of all tokens, which is not a page size."""
