@@ -8,12 +8,12 @@ from hopwell._calls.dynamo import opaque
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments
 from hopwell._calls.repeat import Arguments
 from hopwell._checks.arguments import INT32_MAX
-from hopwell._entries.cudnn import CUDNN_OPERANDS, CudnnCall, cudnn_problem, scaled
+from hopwell._entries.cudnn import CUDNN_OPERANDS, CudnnCall, cudnn_problem, returned_lse, scaled
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
 _CUDNN = Calls(CUDNN_OPERANDS)
-ELEMENTS, NATURAL = "elements", "ln"
+ELEMENTS, NATURAL, TOKENS_FIRST = "elements", "ln", "NH"
 
 
 @opaque
@@ -46,6 +46,7 @@ def cudnn_batch_prefill_with_kv_cache(
     batch_offsets_units: str = ELEMENTS,
     o_data_type: torch.dtype | None = None,
     lse_base: str = NATURAL,
+    lse_layout: str = TOKENS_FIRST,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention over ragged or paged K and V, with the log-sum-exp on request.
 
@@ -106,6 +107,9 @@ def cudnn_batch_prefill_with_kv_cache(
             saturates. None means the dtype of ``out``, or of q.
         lse_base: "ln" for the natural logarithm, or "log2" for the logarithm to base 2, the default of newer FlashInfer
             versions.
+        lse_layout: "NH" for the shapes of ``lse`` above, or "HN" for FlashAttention's shapes: [batch, num_heads,
+            max_token_per_sequence], or [num_heads, tokens] with ``batch_offsets_stats``, which then count tokens in
+            either unit.
 
     Returns:
         The output (``out`` itself if given), and the log-sum-exp (``lse`` itself if given) or None.
@@ -149,15 +153,18 @@ def cudnn_batch_prefill_with_kv_cache(
         type(workspace_buffer),
         is_cuda_graph_compatible,
     )
-    if not (backend is None and batch_offsets_units is ELEMENTS and o_data_type is None and lse_base is NATURAL):
-        arguments += (type(backend), batch_offsets_units, o_data_type, lse_base)
+    if not (
+        backend is None
+        and batch_offsets_units is ELEMENTS
+        and o_data_type is None
+        and lse_base is NATURAL
+        and lse_layout is TOKENS_FIRST
+    ):
+        arguments += (type(backend), batch_offsets_units, o_data_type, lse_base, lse_layout)
     repeated = _CUDNN.latest(arguments, out, lse) or _CUDNN.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated
     call = call_arguments(CudnnCall, locals())
     problem = cudnn_problem(call)
-    stats = None
-    if problem.lse is not None:
-        # A ragged log-sum-exp was viewed as rows for the kernel.
-        stats = problem.lse.tensor.view(problem.batch, max_token_per_sequence, q.shape[1]) if lse is None else lse
+    stats = returned_lse(problem, call)
     return _CUDNN.run(arguments, call, problem, out, stats)

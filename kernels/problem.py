@@ -126,6 +126,7 @@ class LseLayout(enum.Enum):
 class LogSumExp:
     """Destination and form of the log-sum-exp: float32, base e if ``natural``, else base 2.
 
+    Strides are free, except that requests of the padded layout are a multiple of the row stride apart.
     Rows of no request become -inf in the padded layout. In the other layouts they are not written.
     """
 

@@ -58,6 +58,7 @@ class CudnnCall(NamedTuple):
     batch_offsets_units: str
     o_data_type: torch.dtype | None
     lse_base: str
+    lse_layout: str
     output_scale: float | torch.Tensor  # v_scale; ``scale`` includes q_scale and k_scale
 
 
@@ -158,7 +159,9 @@ def _request_lengths(
     return q_lens, kv_lens
 
 
-def _starts(call: CudnnCall, batch: int, in_tokens: bool, v_dim: int) -> dict[str, TokenOffsets | None]:
+def _starts(
+    call: CudnnCall, batch: int, in_tokens: bool, v_dim: int, heads_first: bool
+) -> dict[str, TokenOffsets | None]:
     """Return the starts of requests in each tensor."""
     tokens, heads, _ = call.q.shape
     out_elements = heads * v_dim if call.out is None else _token_elements(call.out)
@@ -169,31 +172,43 @@ def _starts(call: CudnnCall, batch: int, in_tokens: bool, v_dim: int) -> dict[st
             ("batch_offsets_o", call.batch_offsets_o, out_elements, tokens),
             ("batch_offsets_k", call.batch_offsets_k, _token_elements(call.k_cache), call.k_cache.shape[0]),
             ("batch_offsets_v", call.batch_offsets_v, _token_elements(call.v_cache), call.v_cache.shape[0]),
-            ("batch_offsets_stats", call.batch_offsets_stats, heads, tokens),
+            ("batch_offsets_stats", call.batch_offsets_stats, 1 if heads_first else heads, tokens),
         )
     }
     _check_pairing(batch, call.block_tables is not None, starts)
     return starts
 
 
-def _check_lse(call: CudnnCall, sizes: tuple[int, int, int], starts: TokenOffsets | None) -> None:
-    if call.lse is None:
-        return
+def _lse_dims(call: CudnnCall, batch: int, max_q_len: int, heads_first: bool) -> tuple[tuple[str, int], ...]:
+    """Return the names and sizes of the dimensions of the log-sum-exp."""
     tokens, heads, _ = call.q.shape
-    is_packed = isinstance(call.lse, torch.Tensor) and call.lse.ndim == 2
-    if starts is not None and is_packed:
-        checks.log_sum_exp("lse", call.lse, call.q.device, ("tokens", tokens), ("num_heads", heads))
-    else:
-        named = zip(("batch", "max_token_per_sequence", "num_heads"), sizes, strict=True)
-        hint = "; batch_offsets_stats must be given with a packed lse [tokens, num_heads]" if is_packed else ""
-        checks.log_sum_exp("lse", call.lse, call.q.device, *named, hint=hint)
+    rows, head = ("max_token_per_sequence", max_q_len), ("num_heads", heads)
+    is_packed = call.batch_offsets_stats is not None and (heads_first or _is_matrix(call.lse))
+    if is_packed:
+        rows = ("tokens", tokens)
+    inner = (head, rows) if heads_first else (rows, head)
+    return inner if is_packed else (("batch", batch), *inner)
+
+
+def _is_matrix(lse: Any) -> bool:
+    return isinstance(lse, torch.Tensor) and lse.ndim == 2
+
+
+def _check_lse(call: CudnnCall, dims: tuple[tuple[str, int], ...], heads_first: bool) -> None:
+    if heads_first and math.prod(size for _, size in dims) > checks.INT32_MAX:
+        raise ValueError(f"lse_layout must be 'NH' for a log-sum-exp of 2^31 elements or more, got {dict(dims)}")
+    if call.lse is not None:
+        packed = "[num_heads, tokens]" if heads_first else "[tokens, num_heads]"
+        hint = f"; batch_offsets_stats must be given with a packed lse {packed}" if _is_matrix(call.lse) else ""
+        hint = hint if call.batch_offsets_stats is None else ""
+        checks.log_sum_exp("lse", call.lse, call.q.device, *dims, hint=hint)
 
 
 def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     """Check every argument, refuse calls without a kernel, and return the problem. No device memory is read.
 
-    With ``return_lse``, ``problem.lse.tensor`` has [batch, max_token_per_sequence, heads] elements. Its shape is [*,
-    heads] if ``batch_offsets_stats`` gives the rows.
+    With ``return_lse``, ``problem.lse.tensor`` is a view [batch, max_token_per_sequence, heads] of the log-sum-exp, or
+    [*, heads] if ``batch_offsets_stats`` gives the rows.
     """
     q = call.q
     checks.main_tensor("q", q)
@@ -222,14 +237,15 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     return_lse = checks.flag("return_lse", call.return_lse)
     checks.backend_name(call.backend)
     natural = checks.is_natural("lse_base", call.lse_base)
+    heads_first = checks.choice("lse_layout", call.lse_layout, ("NH", "HN")) == "HN"
     allowed = checks.prefill_outputs(q.dtype)
     out_dtype = checks.output_dtype(call.o_data_type, call.out, q.dtype, allowed, f"q of {q.dtype}", "o_data_type")
 
     if call.out is not None:
         checks.output("out", call.out, (tokens, heads, v_dim), out_dtype, on)
-    starts = _starts(call, batch, in_tokens, v_dim)
-    lse_sizes, lse_starts = (batch, max_q_len, heads), starts["batch_offsets_stats"]
-    _check_lse(call, lse_sizes, lse_starts)
+    starts = _starts(call, batch, in_tokens, v_dim, heads_first)
+    lse_dims = _lse_dims(call, batch, max_q_len, heads_first)
+    _check_lse(call, lse_dims, heads_first)
     inputs = (
         ("q", q),
         ("k_cache", key),
@@ -246,8 +262,9 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     arch = support.arch_of(on)
     stats = None
     if return_lse:
-        allocated = _padded_rows(lse_sizes, tokens, on) if call.lse is None else call.lse
-        stats = _log_sum_exp(allocated, lse_starts, natural)
+        sizes = tuple(size for _, size in lse_dims)
+        allocated = _allocated_lse(sizes, max_q_len, tokens, on) if call.lse is None else call.lse
+        stats = _log_sum_exp(allocated, starts["batch_offsets_stats"], natural, heads_first)
     problem = AttentionProblem(
         query=q,
         key=key,
@@ -295,23 +312,37 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
     return product, 1.0 if given["v_scale"] is None else given["v_scale"]
 
 
-def _padded_rows(sizes: tuple[int, int, int], tokens: int, on: torch.device) -> torch.Tensor:
-    """Allocate the log-sum-exp of [batch, max_token_per_sequence, num_heads]; the caller's bound sets its size."""
+def _allocated_lse(sizes: tuple[int, ...], max_q_len: int, tokens: int, on: torch.device) -> torch.Tensor:
+    """Allocate the log-sum-exp; the caller's bound sets its size."""
     try:
         return torch.empty(sizes, dtype=torch.float32, device=on)
     except RuntimeError as error:  # includes torch.OutOfMemoryError, re-raised unless the bound is to blame
-        if sizes[1] <= tokens:
+        if max_q_len <= tokens:
             raise
         raise ValueError(
             f"max_token_per_sequence must be small enough for a log-sum-exp of {sizes} float32, {4 * math.prod(sizes)} "
-            f"bytes, to be allocated, got {sizes[1]} for {tokens} tokens of q"
+            f"bytes, to be allocated, got {max_q_len} for {tokens} tokens of q"
         ) from error
 
 
-def _log_sum_exp(lse: torch.Tensor, starts: TokenOffsets | None, natural: bool) -> LogSumExp:
+def _log_sum_exp(lse: torch.Tensor, starts: TokenOffsets | None, natural: bool, heads_first: bool) -> LogSumExp:
+    """Return the destination as [..., rows, heads]."""
+    if heads_first:
+        lse = lse.flatten().view(lse.shape).transpose(-2, -1)  # flatten sets the strides of dimensions of size 1
     if starts is None:
         return LogSumExp(lse, LseLayout.PADDED, natural=natural)
-    return LogSumExp(lse.view(-1, lse.shape[-1]), LseLayout.OFFSETS, natural=natural, offsets=starts)
+    rows = lse if lse.dim() == 2 else lse.view(-1, lse.shape[-1])
+    return LogSumExp(rows, LseLayout.OFFSETS, natural=natural, offsets=starts)
+
+
+def returned_lse(problem: AttentionProblem, call: CudnnCall) -> torch.Tensor | None:
+    """Return the log-sum-exp in the form that the caller gets, or None if it is not requested."""
+    if problem.lse is None or call.lse is not None:
+        return None if problem.lse is None else call.lse
+    rows = problem.lse.tensor
+    if call.lse_layout == "HN":
+        return rows.transpose(-2, -1)
+    return rows.view(problem.batch, call.max_token_per_sequence, rows.shape[-1])
 
 
 CUDNN_OPERANDS = OperandMap(

@@ -164,7 +164,7 @@ class Geometry(NamedTuple):
     k_token_elements: int
     v_token_elements: int
     lse_token_elements: int
-    lse_request: int  # rows between requests in a padded LSE; -1: rows are output tokens; 0: offsets give the rows
+    lse_request: int  # row strides between requests in a padded LSE; -1: rows are output tokens; 0: by offsets
     lse_rows: int  # of a request in a padded LSE, else of the whole tensor; rows past them are not written
     lse_row: int
     lse_head: int

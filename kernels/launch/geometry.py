@@ -189,11 +189,10 @@ def _lse_geometry(problem: AttentionProblem) -> dict[str, int]:
     lse = problem.lse
     if lse is None:
         return dict(lse_token_elements=1, lse_request=0, lse_rows=0, lse_row=0, lse_head=0, lse_natural=0)
-    row, head = lse.tensor.stride()[-2:]
+    request, row, head = lse.tensor.stride() if lse.layout is LseLayout.PADDED else (0, *lse.tensor.stride())
     return dict(
         lse_token_elements=_token_elements(lse.offsets),
-        # Rows between requests: requests are consecutive, which a padded tensor's strides guarantee.
-        lse_request={LseLayout.PADDED: lse.tensor.shape[1], LseLayout.RAGGED: -1}.get(lse.layout, 0),
+        lse_request=-1 if lse.layout is LseLayout.RAGGED else request // max(row, 1),
         lse_rows=lse.tensor.shape[-2],
         lse_row=row,
         lse_head=head,

@@ -47,6 +47,7 @@ KNOWN = {
             "actual_seq_lens_kv": (None, REQUIRED),
             "lse_base": ("log2", "ln"),  # natural, as before the parameter came
         },
+        added=("lse_layout",),
     ),
     "xqa_batch_decode_with_kv_cache": Known(added=("lse", "return_lse", "return_lse_base")),
     "trtllm_batch_decode_with_kv_cache": Known(added=("return_lse_base",)),

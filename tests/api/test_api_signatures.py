@@ -155,6 +155,7 @@ CUDNN = [
     ("batch_offsets_units", "elements"),
     ("o_data_type", None),
     ("lse_base", "ln"),
+    ("lse_layout", "NH"),
 ]
 MLA = [
     ("query", NONE),

@@ -136,6 +136,30 @@ def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
     assert torch.equal(out, without)
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
+@pytest.mark.parametrize("units", ["padded", "elements", "tokens"])
+def test_log_sum_exp_with_heads_first(units: str, given: bool, device: str) -> None:
+    """Its bits are the bits of the log-sum-exp with tokens first. A row of no request is -inf if padded."""
+    data = Batch([3, 0, 18], [9, 4, 20], 4, 2, 64, 64, device=device)
+    key, value, table = data.pages(16)
+    out, rows = cudnn(data, key, value, block_tables=table, lse_base="log2")
+    options: dict[str, Any] = dict(block_tables=table, lse_base="log2", lse_layout="HN")
+    if units == "padded":
+        want = rows.transpose(1, 2)
+    else:
+        want = ragged_rows(data, rows).T
+        options |= dict(batch_offsets_stats=data.ints(starts(data.q_lens)), batch_offsets_units=units)
+    if units == "tokens":
+        options |= dict(batch_offsets_q=data.ints(starts(data.q_lens)), batch_offsets_o=None)
+    if given:
+        options["lse"] = torch.full(want.shape, 7.0, device=device)
+    again, lse = cudnn(data, key, value, **options)
+    assert torch.equal(again, out)
+    assert lse.is_contiguous()
+    assert torch.equal(lse, want)
+    assert not given or lse is options["lse"]
+
+
 @pytest.mark.parametrize("lens_dtype", [torch.int32, torch.int64], ids=str)
 def test_padding_of_the_log_sum_exp(lens_dtype: torch.dtype, device: str) -> None:
     """The padding may have more rows than tokens, and requests may be fewer or more than SMs.

@@ -22,12 +22,14 @@ def fill_padding(addresses, geometry) -> None:
     """
     threads = Int64(cute.arch.block_dim()[0])
     row = cute.arch.block_idx()[0] * threads + cute.arch.thread_idx()[0]
-    end = geometry.batch * Int64(geometry.lse_request) * (addresses.lse != 0).to(Int64)
+    rows = Int64(geometry.lse_rows)
+    end = geometry.batch * rows * (geometry.lse_request > 0).to(Int64)
     while row < end:
-        index = (row // geometry.lse_request).to(Int32)
-        token = (row - Int64(index) * geometry.lse_request).to(Int32)
+        index = (row // rows).to(Int32)
+        token = (row - Int64(index) * rows).to(Int32)
         if token >= load_request(index, addresses, geometry).q_len:
             lse = global_array(Float32, addresses.lse)
+            place = (Int64(index) * geometry.lse_request + token) * geometry.lse_row
             for head in cutlass.range(Int32(geometry.heads), unroll=1):
-                lse[row * geometry.lse_row + head * geometry.lse_head] = -Float32.inf
+                lse[place + head * geometry.lse_head] = -Float32.inf
         row += cute.arch.grid_dim()[0] * threads
