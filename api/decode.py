@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hopwell._calls.dynamo import opaque
@@ -9,6 +11,7 @@ from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, halves, sing
 from hopwell._calls.repeat import Arguments, Results
 from hopwell._checks.arguments import FP8, INT32_MAX
 from hopwell._entries.decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
+from hopwell._entries.draft_mask import packed_mask
 from hopwell._entries.xqa import (
     TrtllmDecodeCall,
     XqaCall,
@@ -20,6 +23,7 @@ from hopwell._entries.xqa import (
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
 
 __all__ = [
+    "pack_mask",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
@@ -28,6 +32,42 @@ __all__ = [
 
 _XQA = Calls(decode_operands("q_cu_seq_lens"))
 _TRTLLM = Calls(decode_operands("cum_seq_lens_q"))
+
+
+@opaque
+def pack_mask(
+    mask: torch.Tensor | None = None,
+    *,
+    parents: torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    q_len_per_req: int | None = None,
+) -> torch.Tensor:
+    """Pack the mask of several new tokens per request into the bits that the decode entries take as ``mask``.
+
+    The mask is given as booleans, or as a tree of drafts, in which each token sees itself and its ancestors. The call
+    does not wait for the device. ``HOPWELL_CHECK=1`` reports cycles in a tensor of parents and indices past the end;
+    without it, such an index is a root, and the tokens of a cycle see each other.
+
+    Args:
+        mask: bool [batch, q_len, q_len], or [tokens, q_len] for requests with different numbers of new tokens. Element
+            [..., i, j] is True if new token i of a request sees new token j.
+        parents: index of each token's parent among the new tokens of its request, negative for a root, in any order:
+            int32, uint32 or int64 [batch, q_len] or [q_len], or a list of such ints, which is always checked.
+        q_len_per_req: bound of the new tokens that the decode call gives; None means q_len.
+
+    Returns:
+        Contiguous uint16 on the device of the argument: the shape of the mask, with 2 * ceil(q_len_per_req / 32) as its
+        last size. Bit j % 16 of word j // 16 is new token j; other bits are 0.
+
+    Raises:
+        TypeError: an argument has a wrong Python type.
+        ValueError: a dtype, shape or value is wrong, or not exactly one of ``mask`` and ``parents`` is given.
+
+    >>> pack_mask(parents=[-1, 0, 0, 1]).tolist()  # token 0 is the root, 1 and 2 its children, 3 a child of 1
+    [[1, 0], [3, 0], [5, 0], [11, 0]]
+    >>> pack_mask(torch.ones(3, 3, dtype=torch.bool).tril()).tolist()
+    [[1, 0], [3, 0], [7, 0]]
+    """
+    return packed_mask(mask, parents, q_len_per_req)
 
 
 @opaque
@@ -107,7 +147,7 @@ def xqa_batch_decode_with_kv_cache(
             output ``bmm2_scale`` already contains it, as in FlashInfer.
         mask: uint16 [batch, q_len_per_req, 2 * ceil(q_len_per_req / 32)], required for q_len_per_req > 1. Each row is
             read as little-endian 32-bit words; the row sees new token j if bit j % 32 of word j // 32 is set. Keys
-            before the new tokens are always visible.
+            before the new tokens are always visible. :func:`pack_mask` makes it from booleans or from a tree.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, in the layout of
             ``kv_cache`` with head_dim / 16 as its last size; linear for K and V. One tensor or a pair, with strides of
             its own; all strides except the last are multiples of 4.

@@ -10,6 +10,7 @@ from helpers.decode_batches import FULL, DecodeBatch
 from helpers.decode_cases import draft_bits
 from helpers.entry_calls import cache_forms, xqa
 
+from hopwell.decode import pack_mask
 from hopwell.kernels import support
 from hopwell.kernels.problem import Mask, MaskKind
 
@@ -58,6 +59,8 @@ def test_drafts(left: int, device: str) -> None:
     out = xqa(data, problem, q_len, window_left=left)
     assert out.shape == (data.size, q_len, data.heads, data.head_dim)
     expected.check(out.flatten(0, 1))
+    words = pack_mask(torch.stack([bits.to(device) for bits in data.drafts]))
+    assert torch.equal(xqa(data, problem, q_len, window_left=left, mask=words), out)
     room = torch.full((data.tokens, 5, 136), 7.0, dtype=data.dtype, device=device)
     flat = room[:, 1:, :128]
     for given in (flat, flat.unflatten(0, (data.size, q_len))):

@@ -187,6 +187,8 @@ class TestGeometry:
         assert got(LogSumExp(ragged, LseLayout.RAGGED, natural=False)) == (1, -1, 600, 4, 1, 0)
         assert got(LogSumExp(ragged.T.contiguous().T, LseLayout.RAGGED, natural=True)) == (1, -1, 600, 1, 600, 1)
         assert got(LogSumExp(padded, LseLayout.PADDED, natural=True)) == (1, 20, 20, 4, 1, 1)
+        heads_first = empty(3, 4, 20, dtype=torch.float32).transpose(1, 2)
+        assert got(LogSumExp(heads_first, LseLayout.PADDED, natural=True)) == (1, 80, 20, 1, 20, 1)
         offsets = TokenOffsets(numbers(3), token_elements=4)
         assert got(LogSumExp(ragged, LseLayout.OFFSETS, natural=True, offsets=offsets)) == (4, 0, 600, 4, 1, 1)
 
