@@ -10,7 +10,8 @@ from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, halves, sing
 from hopwell._calls.repeat import Arguments, Results, output_parts
 from hopwell._checks.arguments import INT32_MAX
 from hopwell._checks.caches import has_dtype
-from hopwell._entries.context import CONTEXT_OPERANDS, ContextCall, context_problem, dequantized_query
+from hopwell._entries.context import CONTEXT_OPERANDS, ContextCall, context_problem, dequantized_query, results
+from hopwell._entries.context_by_request import ContextByRequest
 from hopwell._entries.fmha_v2 import FMHA_V2_OPERANDS, FmhaV2Call, fmha_v2_problem, leaves
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
@@ -21,20 +22,18 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT = Calls(CONTEXT_OPERANDS)
+_CONTEXT, _CONTEXT_BY_REQUEST = Calls(CONTEXT_OPERANDS), ContextByRequest()
 _FMHA_V2 = Calls(FMHA_V2_OPERANDS)
 LOG2 = "log2"
 
 
 def _checked_context(arguments: Arguments, call: ContextCall) -> Results:
     """Check and launch a call of the context entry that is not in the cache of checked calls."""
-    problem, out = context_problem(call), call.out
-    stats = None if problem.lse is None else problem.lse.tensor
-    if out is None and problem.out is not None and problem.out_scales is not None:
-        shape = (*call.query.shape[:-1], problem.v_dim)
-        out = FP4Tensor(problem.out, problem.out_scales.tensor, original_shape=shape)
+    if isinstance(call.causal, torch.Tensor):
+        return _CONTEXT_BY_REQUEST.run(call)
+    problem = context_problem(call)
     renamed = None if call.kv_cache_sf is None else {"kv_block_scales": "kv_cache_sf"}
-    return _CONTEXT.run(arguments, call, problem, out, stats, renamed=renamed)
+    return _CONTEXT.run(arguments, call, problem, *results(call, problem), renamed=renamed)
 
 
 @opaque
@@ -64,7 +63,7 @@ def trtllm_batch_context_with_kv_cache(
     uses_shared_paged_kv_idx: bool = True,
     *,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    causal: bool = True,
+    causal: bool | torch.Tensor = True,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     lse_base: str = LOG2,
@@ -144,7 +143,9 @@ def trtllm_batch_context_with_kv_cache(
             0 mean exact attention.
         uses_shared_paged_kv_idx: whether K and V share their page ids.
         kv_cache_sf: another name of ``kv_block_scales``; at most one of the two may be given.
-        causal: False lets every row see all keys of its request; it is refused together with a window.
+        causal: False lets every row see all keys of its request; it is refused together with a window. A bool, uint8,
+            int32 or int64 tensor [batch_size] on the device selects for each request: nonzero is True. Such a call has
+            two launches and takes no window.
         lse: float32 [tokens, num_heads] to write into, contiguous. Written with ``return_lse`` only; None allocates.
         return_lse: also return the log-sum-exp of each row's logits, sinks included; -inf for a row without visible
             keys. Tokens of no request are not written.

@@ -50,7 +50,7 @@ class ContextCall(NamedTuple):
     skip_softmax_threshold_scale_factor: float | None
     uses_shared_paged_kv_idx: bool
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-    causal: bool
+    causal: bool | torch.Tensor
     lse: torch.Tensor | None
     return_lse: bool
     lse_base: str
@@ -290,6 +290,17 @@ def context_problem(call: ContextCall) -> AttentionProblem:
     asked = named(call, skip_softmax=skip, lse="return_lse", window="window_left")
     require_problem(support.CONTEXT, problem, arch, asked, call.query_dtype)
     return problem
+
+
+def results(
+    call: ContextCall, problem: AttentionProblem
+) -> tuple[torch.Tensor | FP4Tensor | None, torch.Tensor | None]:
+    """Return the output, if it exists before the launch, and the log-sum-exp, in the form that the caller gets."""
+    out, stats = call.out, None if problem.lse is None else problem.lse.tensor
+    if out is None and problem.out is not None and problem.out_scales is not None:
+        shape = (*call.query.shape[:-1], problem.v_dim)
+        out = FP4Tensor(problem.out, problem.out_scales.tensor, original_shape=shape)
+    return out, stats
 
 
 CONTEXT_OPERANDS = OperandMap(

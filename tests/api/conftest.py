@@ -10,6 +10,7 @@ import torch
 import hopwell.prefill
 from hopwell import cudnn, decode, mla
 from hopwell._calls import launch
+from hopwell._entries.context_by_request import ContextByRequest
 from hopwell.kernels.launch.arguments import addresses_of
 from hopwell.kernels.launch.plan import operands
 from hopwell.kernels.problem import AttentionProblem
@@ -54,6 +55,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
     prefill = [(hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2")]
     for module, calls in (*prefill, (cudnn, "_CUDNN"), (decode, "_XQA"), (decode, "_TRTLLM"), (mla, "_MLA")):
         monkeypatch.setattr(module, calls, launch.Calls(getattr(module, calls).operand_map))
+    monkeypatch.setattr(hopwell.prefill, "_CONTEXT_BY_REQUEST", ContextByRequest())
     RecordingPlan.problems.clear()
     RecordingPlan.addresses.clear()
     return RecordingPlan

@@ -141,6 +141,22 @@ def test_context_without_mask(recorded: Any) -> None:
     assert problem.mask.kind is MaskKind.FULL
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_context_with_masks_by_request(given: bool, return_lse: bool, recorded: Any) -> None:
+    """Each mask has a launch, and repeated calls are not checked again."""
+    causal = torch.tensor([1, 0, 0], dtype=torch.uint8)
+    for _ in range(3):
+        out = torch.empty_like(form(CONTEXT, "stacked-HND")["query"])
+        results = dict(out=out, lse=torch.empty(TOKENS, HEADS)) if given else {}
+        got = call(CONTEXT, "stacked-HND", causal=causal, return_lse=return_lse, **results)
+        got = got if return_lse else (got,)
+        assert not given or all(part is result for part, result in zip(got, results.values(), strict=False))
+    assert [problem.mask.kind for problem in recorded.problems] == [MaskKind.CAUSAL, MaskKind.FULL]
+    assert [problem.q_lens.tolist() for problem in recorded.problems] == [[Q_LENS[0], 0, 0], [0, *Q_LENS[1:]]]
+    assert len(recorded.addresses) == 6
+
+
 @pytest.mark.parametrize("lengths", [False, True])
 def test_cudnn_offsets_in_tokens(lengths: bool, recorded: Any) -> None:
     """FlashInfer's wrappers give the offsets of q and k; all others follow from them, and lengths of None too."""
