@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._calls.dynamo import opaque
+from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments
 from hopwell._calls.repeat import Arguments
 from hopwell._checks.arguments import INT32_MAX
@@ -16,7 +16,7 @@ _CUDNN = Calls(CUDNN_OPERANDS)
 ELEMENTS, NATURAL, TOKENS_FIRST = "elements", "ln", "NH"
 
 
-@opaque
+@traced_as_op
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -164,6 +164,8 @@ def cudnn_batch_prefill_with_kv_cache(
     repeated = _CUDNN.latest(arguments, out, lse) or _CUDNN.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated
+    if has_no_data(q):
+        return call_op(cudnn_batch_prefill_with_kv_cache, "q", locals())
     call = call_arguments(CudnnCall, locals())
     problem = cudnn_problem(call)
     stats = returned_lse(problem, call)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hopwell._calls.dynamo import opaque
+from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, halves, single
 from hopwell._calls.repeat import Arguments, Results
 from hopwell._checks.arguments import FP8, INT32_MAX
@@ -34,7 +34,6 @@ _XQA = Calls(decode_operands("q_cu_seq_lens"))
 _TRTLLM = Calls(decode_operands("cum_seq_lens_q"))
 
 
-@opaque
 def pack_mask(
     mask: torch.Tensor | None = None,
     *,
@@ -70,7 +69,7 @@ def pack_mask(
     return packed_mask(mask, parents, q_len_per_req)
 
 
-@opaque
+@traced_as_op
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -82,11 +81,11 @@ def xqa_batch_decode_with_kv_cache(
     bmm2_scale: float | torch.Tensor = 1.0,
     window_left: int = -1,
     out: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
     kv_layout: str = "NHD",
     enable_pdl: bool | None = None,
     q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
+    o_scale: float | torch.Tensor | None = 1.0,
     mask: torch.Tensor | None = None,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     *,
@@ -203,6 +202,8 @@ def xqa_batch_decode_with_kv_cache(
         arguments += (lse, return_lse, return_lse_base)
     done = _XQA.latest(arguments, out, lse) or _XQA.repeat(arguments, out, lse)
     if done is None:
+        if has_no_data(query):
+            return call_op(xqa_batch_decode_with_kv_cache, "query", locals())
         call = call_arguments(XqaCall, locals())
         problem = xqa_problem(call)
         is_nested = problem.max_q_len > 1 and q_cu_seq_lens is None
@@ -219,7 +220,7 @@ def _checked_trtllm(arguments: Arguments, call: TrtllmDecodeCall) -> Results:
     return _TRTLLM.run(arguments, call, problem, call.out, stats)
 
 
-@opaque
+@traced_as_op
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -239,7 +240,7 @@ def trtllm_batch_decode_with_kv_cache(
     enable_pdl: bool | None = None,
     backend: str = AUTO,
     q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
+    o_scale: float | torch.Tensor | None = 1.0,
     mask: torch.Tensor | None = None,
     max_q_len: int | None = None,
     cum_seq_lens_q: torch.Tensor | None = None,
@@ -408,5 +409,7 @@ def trtllm_batch_decode_with_kv_cache(
         )
     done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
+        if has_no_data(query):
+            return call_op(trtllm_batch_decode_with_kv_cache, "query", locals())
         done = _checked_trtllm(arguments, call_arguments(TrtllmDecodeCall, locals()))
     return done if return_lse else done[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._calls.dynamo import opaque
+from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, single
 from hopwell._calls.repeat import Arguments
 from hopwell._checks.arguments import FP8, INT32_MAX
@@ -16,7 +16,7 @@ __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 _MLA = Calls(decode_operands("cum_seq_lens_q", latent=True))
 
 
-@opaque
+@traced_as_op
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -225,6 +225,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         done = _MLA.latest(arguments, out, lse)
     done = done or _MLA.repeat(arguments, out, lse)
     if done is None:
+        if has_no_data(query):
+            return call_op(trtllm_batch_decode_with_kv_cache_mla, "query", locals())
         call = call_arguments(MlaCall, locals())
         problem = mla_problem(call)
         rows = query.shape[:2] if cum_seq_lens_q is None else ()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hopwell._calls.dynamo import opaque
+from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
 from hopwell._calls.launch import halves
 from hopwell._checks import arguments as checks
 from hopwell._checks import device_data
@@ -27,7 +27,7 @@ __all__ = [
 _APPEND, _APPEND_SLOTS = AppendCalls(), AppendCalls(by_slot=True)
 
 
-@opaque
+@traced_as_op
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -104,29 +104,31 @@ def append_paged_kv_cache(
         NotImplementedError: the call is well-formed, but no kernel serves it on this architecture; the message lists
             what is supported.
     """
-    _APPEND.run(
-        AppendArguments(
-            append_key,
-            append_value,
-            batch_indices,
-            positions,
-            *halves(paged_kv_cache),
-            kv_indices,
-            kv_indptr,
-            kv_last_page_len,
-            kv_layout,
-            k_scale,
-            v_scale,
-            *halves(kv_cache_sf),
-            v_scale_layout,
-            block_tables,
-            uses_shared_paged_kv_idx,
-            enable_pdl,
-        )
+    arguments = AppendArguments(
+        append_key,
+        append_value,
+        batch_indices,
+        positions,
+        *halves(paged_kv_cache),
+        kv_indices,
+        kv_indptr,
+        kv_last_page_len,
+        kv_layout,
+        k_scale,
+        v_scale,
+        *halves(kv_cache_sf),
+        v_scale_layout,
+        block_tables,
+        uses_shared_paged_kv_idx,
+        enable_pdl,
     )
+    if _APPEND.repeat(arguments) is None:
+        if has_no_data(append_key):
+            return call_op(append_paged_kv_cache, "append_key", locals())
+        _APPEND.run(arguments)
+    return None
 
 
-@opaque
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -186,7 +188,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     )
 
 
-@opaque
+@traced_as_op
 def append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -225,29 +227,31 @@ def append_paged_kv_cache_with_slot_mapping(
     Raises:
         TypeError, ValueError, NotImplementedError: as there.
     """
-    _APPEND_SLOTS.run(
-        AppendArguments(
-            append_key,
-            append_value,
-            None,
-            slot_mapping,
-            *halves(paged_kv_cache),
-            None,
-            None,
-            None,
-            kv_layout,
-            k_scale,
-            v_scale,
-            *halves(kv_cache_sf),
-            v_scale_layout,
-            None,
-            True,
-            enable_pdl,
-        )
+    arguments = AppendArguments(
+        append_key,
+        append_value,
+        None,
+        slot_mapping,
+        *halves(paged_kv_cache),
+        None,
+        None,
+        None,
+        kv_layout,
+        k_scale,
+        v_scale,
+        *halves(kv_cache_sf),
+        v_scale_layout,
+        None,
+        True,
+        enable_pdl,
     )
+    if _APPEND_SLOTS.repeat(arguments) is None:
+        if has_no_data(append_key):
+            return call_op(append_paged_kv_cache_with_slot_mapping, "append_key", locals())
+        _APPEND_SLOTS.run(arguments)
+    return None
 
 
-@opaque
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -297,7 +301,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     )
 
 
-@opaque
+@traced_as_op
 def get_batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -321,6 +325,8 @@ def get_batch_indices_positions(
     >>> get_batch_indices_positions(starts, torch.tensor([5, 5, 5, 5]), 7)[1].tolist()
     [4, 3, 4, 2, 3, 4, -1]
     """
+    if has_no_data(append_indptr):
+        return call_op(get_batch_indices_positions, "append_indptr", locals())
     starts, lengths = _starts_and("append_indptr", append_indptr, "seq_lens", seq_lens)
     nnz = checks.host_int("nnz", nnz)
     batch = lengths.shape[0]
@@ -335,7 +341,7 @@ def get_batch_indices_positions(
     return _int32(torch.where(request < batch, request, -1)), _int32(torch.where(request < batch, position, -1))
 
 
-@opaque
+@traced_as_op
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """Compute the number of tokens of each request from its pages.
 
@@ -354,6 +360,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     >>> get_seq_lens(torch.tensor([0, 3, 4]), torch.tensor([13, 8]), 16).tolist()
     [45, 8]
     """
+    if has_no_data(kv_indptr):
+        return call_op(get_seq_lens, "kv_indptr", locals())
     starts, last = _starts_and("kv_indptr", kv_indptr, "kv_last_page_len", kv_last_page_len)
     size = checks.host_int("page_size", page_size, minimum=1)
     if device_data.is_enabled():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hopwell._calls.dynamo import opaque
+from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, halves, single
 from hopwell._calls.repeat import Arguments, Results, output_parts
 from hopwell._checks.arguments import INT32_MAX
@@ -36,7 +36,7 @@ def _checked_context(arguments: Arguments, call: ContextCall) -> Results:
     return _CONTEXT.run(arguments, call, problem, *results(call, problem), renamed=renamed)
 
 
-@opaque
+@traced_as_op
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -238,11 +238,13 @@ def trtllm_batch_context_with_kv_cache(
         repeated = _CONTEXT.latest(arguments, out, lse)
     done = repeated or _CONTEXT.repeat(arguments, out, lse)
     if done is None:
+        if has_no_data(query):
+            return call_op(trtllm_batch_context_with_kv_cache, "query", locals())
         done = _checked_context(arguments, call_arguments(ContextCall, locals()))
     return done if return_lse else done[0]
 
 
-@opaque
+@traced_as_op
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     input_layout: str,
@@ -373,6 +375,8 @@ def trtllm_fmha_v2_prefill(
     repeated = _FMHA_V2.latest(arguments, out, None) or _FMHA_V2.repeat(arguments, out)
     if repeated is not None:
         return repeated if save_softmax_stats else repeated[0]
+    if has_no_data(query):
+        return call_op(trtllm_fmha_v2_prefill, "qkv", locals())
     call = call_arguments(FmhaV2Call, locals())
     problem = fmha_v2_problem(call)
     results = _FMHA_V2.run(arguments, call, problem, out, problem.statistics)

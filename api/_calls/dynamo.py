@@ -1,25 +1,77 @@
-"""Entry points under ``torch.compile``: each call is one graph break and runs unchanged."""
+"""Entry points in graphs: compilers see a custom op in place of a call, see :mod:`hopwell.torch_ops`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
-def opaque(function: _F) -> _F:
-    """Exclude ``function`` and its callees from Dynamo.
+def traced_as_op(function: _F) -> _F:
+    """Make Dynamo trace a call of the op that belongs to ``function``, and never the function itself.
 
-    ``torch.compiler.disable`` would wrap the function, which costs a noticeable part of a warm call, and would import
-    Dynamo. The two marks set here have the same effect: callers do not trace into the function, and its frames are not
-    compiled.
+    Dynamo reads the marks that are set here when it meets the function. The marks cost an eager call nothing, and
+    neither Dynamo nor the ops are imported before a call is traced. ``torch._dynamo.substitute_in_graph`` would have
+    the same effect and import Dynamo.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    name = function.__name__
+
+    def traced(*args: Any, **keywords: Any) -> Any:
+        from hopwell.torch_ops import TRACED
+
+        return TRACED[name](*args, **keywords)
+
+    function._torchdynamo_inline = traced  # type: ignore[attr-defined]
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    except ImportError:  # this torch has no such strategies and tries to compile the frames
+    except ImportError:  # this torch has no such strategies
         return function
+    # Code that runs after a graph break calls the function itself, whose frames are not to be compiled.
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
     return function
+
+
+def has_no_data(value: Any) -> bool:
+    """Return whether ``value`` is a tensor with a shape only: on the meta device, or traced by a compiler."""
+    return isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, (FakeTensor, FunctionalTensor)))
+
+
+def call_op(function: Callable[..., Any], main: str, given: Mapping[str, Any]) -> Any:
+    """Call the op that belongs to ``function`` with tensors that have no data.
+
+    Args:
+        function: the entry.
+        main: the entry's first tensor argument, which has no data.
+        given: all arguments of the entry, and other local variables.
+
+    Raises:
+        ValueError: another tensor argument has data.
+    """
+    from hopwell.torch_ops import TRACED
+
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    arguments = {name: given[name] for name in names}
+    kind = given[main]
+    # Tensors with data are constants of a graph, if torch's mode allows them.
+    if not (
+        isinstance(kind, FunctionalTensor) or (isinstance(kind, FakeTensor) and kind.fake_mode.allow_non_fake_inputs)
+    ):
+        for name, value in arguments.items():
+            _check_without_data(name, value, main)
+    return TRACED[function.__name__](**arguments)
+
+
+def _check_without_data(name: str, value: Any, main: str) -> None:
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    for part in parts:
+        if isinstance(part, (tuple, list)):
+            _check_without_data(name, part, main)
+        elif isinstance(part, torch.Tensor) and not has_no_data(part):
+            raise ValueError(f"{name} must be a tensor without data as {main} is, got a tensor on {part.device}")

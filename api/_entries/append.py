@@ -97,10 +97,12 @@ class AppendCalls:
         self._by_slot = by_slot
         self._names = ARGUMENTS | ({"positions": "slot_mapping"} if by_slot else {})
 
+    def repeat(self, arguments: AppendArguments) -> Any:
+        """Launch a call that repeats a checked call, or return None."""
+        return self._calls.latest(arguments, None, None) or self._calls.repeat(arguments, None)
+
     def run(self, arguments: AppendArguments) -> None:
-        """Launch a call, and check it first if it does not repeat a checked call."""
-        if self._calls.latest(arguments, None, None) or self._calls.repeat(arguments, None):
-            return
+        """Check a call, launch it, and remember it."""
         problem = append_problem(arguments, self._by_slot)
         name = functools.partial(self._calls.operand_map.name, arguments=arguments, renamed=self._names)
         self._calls.notice_gradients((self._names.get(field, field), a) for field, a in arguments._asdict().items())
