@@ -9,7 +9,7 @@ An op has the arguments of its entry, with these differences:
 * All arguments are positional or keywords, in the order of the entry.
 * A cache is two arguments, ``k_cache`` and ``v_cache`` for ``kv_cache``. ``v_cache`` is None for a stacked cache.
 * A scale is two arguments, a float and a tensor: ``bmm1_scale`` and ``bmm1_scale_tensor``. The tensor counts if given.
-* ``qkv`` is a list of tensors. Sinks are one tensor. A dtype is a torch.dtype.
+* ``qkv`` is three arguments, ``q``, ``k`` and ``v``. ``q`` alone is packed QKV, and ``k`` without ``v`` holds both. Sinks are one tensor. A dtype is a torch.dtype.
 * There is no workspace: a call allocates it, and a CUDA graph keeps it in the graph's own memory.
 * Results have ops of their own. ``NAME`` returns the output, ``NAME_lse`` the output and the log-sum-exp, and
   ``NAME_out`` writes ``out`` and, if given, ``lse``. ``trtllm_fmha_v2_prefill_stats`` and ``_out_stats`` return
@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from hopwell import cudnn, decode, mla, page, prefill
 from hopwell._ops import results
@@ -74,7 +73,7 @@ ENTRIES = (
         _WITH_STATS,
         f"call_fmha_v2(ops, inputs, out, {_STATS})",
         results.fmha_v2_results,
-        results.qkv_workspace,
+        results.q_workspace,
     ),
     Entry(
         cudnn.cudnn_batch_prefill_with_kv_cache,
@@ -157,26 +156,33 @@ def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(name: str) -> Callable[..., Any]:
     """Return a backward that raises when it runs.
 
-    Compilers trace it together with the forward. It therefore raises in an op.
+    Compilers trace it together with the forward, so it raises in an op. The op takes a gradient of the results, because
+    compilers would move an op of inputs alone into the forward.
     """
 
-    def gradient(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return torch.ops.hopwell.no_gradient(value, _message(name)) if is_float else None
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        of_result = next(gradient for gradient in gradients if gradient is not None)
 
-    def backward(ctx: Any, *_: Any) -> Any:
-        return tuple(_pytree.tree_map(gradient, list(ctx.inputs)))
+        def of_input(value: Any) -> Any:
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return torch.ops.hopwell.no_gradient(value, of_result, _message(name)) if is_float else None
+
+        return tuple(of_input(value) for value in ctx.inputs)
 
     return backward
 
 
-def _no_gradient(value: torch.Tensor, message: str) -> torch.Tensor:
+def _no_gradient(value: torch.Tensor, of_result: torch.Tensor, message: str) -> torch.Tensor:
     raise RuntimeError(message)
 
 
-_LIBRARY.define("no_gradient(Tensor value, str message) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+def _fake_gradient(value: torch.Tensor, of_result: torch.Tensor, message: str) -> torch.Tensor:
+    return torch.empty_like(value)
+
+
+_LIBRARY.define("no_gradient(Tensor value, Tensor of_result, str message) -> Tensor")
 _LIBRARY.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("hopwell::no_gradient", lambda value, message: torch.empty_like(value), lib=_LIBRARY)
+torch.library.register_fake(f"{NAMESPACE}::no_gradient", _fake_gradient, lib=_LIBRARY)
 
 
 def _traced(entry: Entry) -> Callable[..., Any]:

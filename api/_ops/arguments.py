@@ -29,16 +29,17 @@ class Form(NamedTuple):
     types: tuple[str, ...]
     split: str = "{0}"
     join: str = "{0}"
+    parts: tuple[str, ...] = ()  # names of several values, of the argument's name {0}
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return the names of the op's arguments: k_cache and v_cache for kv_cache, for example."""
-        if self is SCALE or self is OPTIONAL_SCALE:
-            return name, f"{name}_tensor"
-        return (name.replace("kv", "k"), name.replace("kv", "v")) if len(self.types) == 2 else (name,) * len(self.types)
+        """Return the names of the op's arguments."""
+        if self.parts:
+            return tuple(part.format(name) for part in self.parts)
+        # kv_cache becomes k_cache and v_cache
+        return (name,)[: len(self.types)] if len(self.types) < 2 else (name.replace("kv", "k"), name.replace("kv", "v"))
 
 
-SCALE = Form(("float", "Tensor?"), "split_scale({0}, 1.0)", "{0} if {1} is None else {1}")
-OPTIONAL_SCALE = Form(("float?", "Tensor?"), "split_scale({0}, None)", "{0} if {1} is None else {1}")
+OF_SCALE = "{0} if {1} is None else {1}", ("{0}", "{0}_tensor")
 DTYPE = Form(("ScalarType?",), "dtype_of({0})")
 FORMS = {
     "torch.Tensor": Form(("Tensor",)),
@@ -47,10 +48,10 @@ FORMS = {
     PAIR: Form(("Tensor", "Tensor?"), "halves({0})", "joined({0}, {1})"),
     f"{PAIR} | None": Form(("Tensor?", "Tensor?"), "halves({0})", "joined({0}, {1})"),
     f"{PAIR} | tuple[torch.Tensor, torch.Tensor, torch.Tensor]": Form(
-        ("Tensor[]",), "split_qkv({0})", "joined_qkv({0}, input_layout)"
+        ("Tensor", "Tensor?", "Tensor?"), "split_qkv({0})", "joined_qkv({0}, {1}, {2}, input_layout)", ("q", "k", "v")
     ),
-    "float | torch.Tensor": SCALE,
-    "float | torch.Tensor | None": OPTIONAL_SCALE,
+    "float | torch.Tensor": Form(("float", "Tensor?"), "split_scale({0}, 1.0)", *OF_SCALE),
+    "float | torch.Tensor | None": Form(("float?", "Tensor?"), "split_scale({0}, None)", *OF_SCALE),
     "float": Form(("float",)),
     "float | None": Form(("float?",)),
     "int": Form(("SymInt",)),
@@ -78,20 +79,20 @@ def joined(key: Any, value: Any) -> Any:
     return key if value is None else (key, value)
 
 
-def split_qkv(qkv: Any) -> Any:
-    """Return the tensors of ``qkv`` in one list."""
-    if isinstance(qkv, torch.Tensor):
-        return [qkv]
-    return [tensor for part in qkv for tensor in (part if isinstance(part, (tuple, list)) else (part,))]
+def split_qkv(qkv: Any) -> tuple[Any, Any, Any]:
+    """Return Q, K and V of any input layout, with None for parts inside another tensor."""
+    if not isinstance(qkv, (tuple, list)):
+        return qkv, None, None
+    if len(qkv) == 3:
+        return qkv[0], qkv[1], qkv[2]
+    return qkv[0], *halves(qkv[1])
 
 
-def joined_qkv(tensors: list[torch.Tensor], input_layout: str) -> Any:
+def joined_qkv(q: Any, k: Any, v: Any, input_layout: str) -> Any:
     """Return the tensors of :func:`split_qkv` as the entry takes them for ``input_layout``."""
-    if len(tensors) == 1:
-        return tensors[0]
-    if len(tensors) == 3 and input_layout.startswith("Q_PAGED"):
-        return tensors[0], (tensors[1], tensors[2])
-    return tuple(tensors)
+    if v is None:
+        return q if k is None else (q, k)
+    return (q, (k, v)) if input_layout.startswith("Q_PAGED") else (q, k, v)
 
 
 def dtype_of(dtype: Any) -> Any:

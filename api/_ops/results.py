@@ -38,11 +38,17 @@ def nvfp4_like(out: torch.Tensor) -> FP4Tensor:
     return FP4Tensor(data, scale, original_shape=(tokens, heads, v_dim))
 
 
-def fmha_v2_results(qkv: Sequence[torch.Tensor], input_layout: str, out_dtype: torch.dtype | None) -> Pair:
-    query, v_dim = qkv[0], qkv[-1].shape[-1]
-    rows = (query.shape[0], query.shape[2]) if input_layout == "PACKED_QKV" else query.shape[:-1]
-    out = query.new_empty((*rows, v_dim), dtype=out_dtype or query.dtype)
-    return out, query.new_empty((*rows, 2), dtype=torch.float32)
+def fmha_v2_results(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    input_layout: str,
+    out_dtype: torch.dtype | None,
+) -> Pair:
+    value = next(part for part in (v, k, q) if part is not None)
+    rows = (q.shape[0], q.shape[2]) if input_layout == "PACKED_QKV" else q.shape[:-1]
+    out = q.new_empty((*rows, value.shape[-1]), dtype=out_dtype or q.dtype)
+    return out, q.new_empty((*rows, 2), dtype=torch.float32)
 
 
 def cudnn_results(
@@ -96,10 +102,6 @@ def no_workspace(query: torch.Tensor) -> torch.Tensor:
 
 def q_workspace(q: torch.Tensor) -> torch.Tensor:
     return _empty(q.device)
-
-
-def qkv_workspace(qkv: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _empty(qkv[0].device)
 
 
 def xqa_workspace(
