@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hopwell._calls.dynamo import has_no_data
 from hopwell._calls.launch import halves
 from hopwell._calls.repeat import OperandMap
 from hopwell._checks import arguments as checks
@@ -221,6 +222,8 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
 def _distance(k: Any, v: Any) -> int | None:
     """Return the bytes from K to V; None if they are not tensors or have no memory."""
     if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return None
+    if type(k) is not torch.Tensor and has_no_data(k):
         return None
     try:
         return v.data_ptr() - k.data_ptr()
