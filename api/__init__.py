@@ -75,7 +75,7 @@ _HOMES = {
     "utils": ("FP4Tensor",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
-_SUBMODULES = ("cudnn", "decode", "emulator", "kernels", "layouts", "mla", "page", "prefill", "utils")
+_SUBMODULES = ("cudnn", "decode", "emulator", "kernels", "layouts", "mla", "page", "prefill", "torch_ops", "utils")
 
 
 def __getattr__(name: str) -> Any:
