@@ -9,7 +9,8 @@ An op has the arguments of its entry, with these differences:
 * All arguments are positional or keywords, in the order of the entry.
 * A cache is two arguments, ``k_cache`` and ``v_cache`` for ``kv_cache``. ``v_cache`` is None for a stacked cache.
 * A scale is two arguments, a float and a tensor: ``bmm1_scale`` and ``bmm1_scale_tensor``. The tensor counts if given.
-* ``qkv`` is three arguments, ``q``, ``k`` and ``v``. ``q`` alone is packed QKV, and ``k`` without ``v`` holds both. Sinks are one tensor. A dtype is a torch.dtype.
+* ``qkv`` is three arguments, ``q``, ``k`` and ``v``. ``q`` alone is packed QKV, and ``k`` without ``v`` holds both.
+* Sinks are one tensor. A dtype is a torch.dtype.
 * There is no workspace: a call allocates it, and a CUDA graph keeps it in the graph's own memory.
 * Results have ops of their own. ``NAME`` returns the output, ``NAME_lse`` the output and the log-sum-exp, and
   ``NAME_out`` writes ``out`` and, if given, ``lse``. ``trtllm_fmha_v2_prefill_stats`` and ``_out_stats`` return
@@ -106,10 +107,10 @@ ENTRIES = (
     Entry(
         page.get_batch_indices_positions,
         (Variant("", "(Tensor, Tensor)", "{0}"),),
-        "ops[0](*inputs)",
+        "ops.out(*inputs)",
         results.batch_indices_positions,
     ),
-    Entry(page.get_seq_lens, (Variant("", "Tensor", "{0}"),), "ops[0](*inputs)", results.seq_lens),
+    Entry(page.get_seq_lens, (Variant("", "Tensor", "{0}"),), "ops.out(*inputs)", results.seq_lens),
 )
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # ops live as long as this object
@@ -187,7 +188,7 @@ torch.library.register_fake(f"{NAMESPACE}::no_gradient", _fake_gradient, lib=_LI
 
 def _traced(entry: Entry) -> Callable[..., Any]:
     ops = [_register(entry, variant) for variant in entry.variants]
-    return entry.traced(results.Ops(*ops) if len(ops) > 1 else ops)
+    return entry.traced(results.Ops(*ops))
 
 
 # By the name of an entry, the function that Dynamo traces in place of it.

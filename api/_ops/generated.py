@@ -84,7 +84,7 @@ class Entry(NamedTuple):
             variant, [f"results = {_call('allocate', self.new)}"] if self.new and variant.value else []
         )
 
-    def traced(self, ops: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def traced(self, ops: results.Ops) -> Callable[..., Any]:
         """Return the function that Dynamo traces in place of the entry."""
         signature = self.signature
         lines = [self.first] if self.first else []

@@ -155,13 +155,17 @@ def _empty(device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
-class Ops(NamedTuple):
-    """The ops of an attention entry, one for each set of results."""
+def _no_op(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the entry does not have this op")
 
-    out: Callable[..., torch.Tensor]
-    both: Callable[..., Pair]  # the output and the log-sum-exp or the statistics
-    into: Callable[..., None]  # writes results that are given
-    into_other: Callable[..., Any] | None = None  # writes an NVFP4 output, or an output beside new statistics
+
+class Ops(NamedTuple):
+    """The ops of an entry, one for each set of results. An entry of one op has only the first."""
+
+    out: Callable[..., Any]
+    both: Callable[..., Pair] = _no_op  # the output and the log-sum-exp or the statistics
+    into: Callable[..., None] = _no_op  # writes results that are given
+    into_other: Callable[..., Any] = _no_op  # writes an NVFP4 output, or an output beside new statistics
 
 
 def call(ops: Ops, inputs: Sequence[Any], new: Callable[[], Pair], out: Any, lse: Any, return_lse: bool) -> Any:
@@ -219,9 +223,9 @@ def call_fmha_v2(ops: Ops, inputs: Sequence[Any], out: Any, save_softmax_stats: 
     return out
 
 
-def call_in_place(ops: Sequence[Callable[..., None]], inputs: Sequence[Any]) -> None:
+def call_in_place(ops: Ops, inputs: Sequence[Any]) -> None:
     with no_gradients():
-        ops[0](*inputs)
+        ops.out(*inputs)
 
 
 def is_nvfp4(out: Any, out_dtype: Any) -> bool:

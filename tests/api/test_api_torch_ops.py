@@ -149,7 +149,9 @@ CHECKED: dict[str, Callable[[], dict[str, Any]]] = {
     "trtllm_batch_context_with_kv_cache": lambda: form(CONTEXT, "stacked-HND"),
     "trtllm_fmha_v2_prefill": lambda: form(FMHA, "contiguous"),
     "trtllm_fmha_v2_prefill_out_stats": lambda: {
-        **form(FMHA, "contiguous"), "out": data(8, 4, 64), "save_softmax_stats": True
+        **form(FMHA, "contiguous"),
+        "out": data(8, 4, 64),
+        "save_softmax_stats": True,
     },
     "cudnn_batch_prefill_with_kv_cache": lambda: {**form(CUDNN, "paged"), "return_lse": False},
     "cudnn_batch_prefill_with_kv_cache_lse": lambda: form(CUDNN, "ragged"),

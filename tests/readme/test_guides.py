@@ -18,7 +18,8 @@ from hopwell.kernels.jit import settings
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PUBLIC = {"torch", "os", "hopwell", "hopwell.layouts", "hopwell.mla", "hopwell.torch_ops"}  # modules imported by code of a guide
+# Modules that code of a guide imports.
+PUBLIC = {"torch", "os", "hopwell", "hopwell.layouts", "hopwell.mla", "hopwell.torch_ops"}
 
 
 def blocks(page: pathlib.Path) -> list[str]:
