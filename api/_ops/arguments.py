@@ -39,7 +39,7 @@ class Form(NamedTuple):
         return (name,)[: len(self.types)] if len(self.types) < 2 else (name.replace("kv", "k"), name.replace("kv", "v"))
 
 
-OF_SCALE = "{0} if {1} is None else {1}", ("{0}", "{0}_tensor")
+OF_VALUE = "{0} if {1} is None else {1}", ("{0}", "{0}_tensor")
 DTYPE = Form(("ScalarType?",), "dtype_of({0})")
 FORMS = {
     "torch.Tensor": Form(("Tensor",)),
@@ -50,13 +50,14 @@ FORMS = {
     f"{PAIR} | tuple[torch.Tensor, torch.Tensor, torch.Tensor]": Form(
         ("Tensor", "Tensor?", "Tensor?"), "split_qkv({0})", "joined_qkv({0}, {1}, {2}, input_layout)", ("q", "k", "v")
     ),
-    "float | torch.Tensor": Form(("float", "Tensor?"), "split_scale({0}, 1.0)", *OF_SCALE),
-    "float | torch.Tensor | None": Form(("float?", "Tensor?"), "split_scale({0}, None)", *OF_SCALE),
+    "float | torch.Tensor": Form(("float", "Tensor?"), "split_value({0}, 1.0)", *OF_VALUE),
+    "float | torch.Tensor | None": Form(("float?", "Tensor?"), "split_value({0}, None)", *OF_VALUE),
     "float": Form(("float",)),
     "float | None": Form(("float?",)),
     "int": Form(("SymInt",)),
     "int | None": Form(("SymInt?",)),
     "bool": Form(("bool",)),
+    "bool | torch.Tensor": Form(("bool", "Tensor?"), "split_value({0}, True)", *OF_VALUE),
     "bool | None": Form(("bool?",)),
     "str": Form(("str",)),
     "str | None": Form(("str?",)),
@@ -69,9 +70,9 @@ FORMS = {
 UNREAD = {"workspace_buffer": "workspace", "multi_ctas_kv_counter_buffer": "None"}
 
 
-def split_scale(scale: Any, default: float | None) -> tuple[Any, torch.Tensor | None]:
-    """Return a scale as a number and None, or as an ignored number and a tensor."""
-    return (default, scale) if isinstance(scale, torch.Tensor) else (scale, None)
+def split_value(value: Any, default: Any) -> tuple[Any, torch.Tensor | None]:
+    """Return a scale or a flag as a Python value and None, or as an ignored value and a tensor."""
+    return (default, value) if isinstance(value, torch.Tensor) else (value, None)
 
 
 def joined(key: Any, value: Any) -> Any:
@@ -164,4 +165,4 @@ class Signature:
 
 
 # Functions that the code of forms calls.
-CODE = (halves, single, split_scale, joined, split_qkv, joined_qkv, dtype_of, none_only)
+CODE = (halves, single, split_value, joined, split_qkv, joined_qkv, dtype_of, none_only)
