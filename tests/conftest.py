@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from helpers import schedules
 from hypothesis import settings
-from selection import core, functions
+from selection import SETS, members, shard
 
 # A busy machine takes longer than Hypothesis's 200 ms for some examples.
 settings.register_profile("no_deadline", deadline=None)
@@ -16,12 +19,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=1, help="how often each of them makes all calls")
     parser.addoption("--problems", type=int, default=8, help="problems of test_kernels_random_problems.py")
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls or problems")
-    sets = {
-        "--core": "run the core set of tests only, see selection.py",
-        "--functions": "run what the core set leaves of the set of functions; neither set has tests that take a GPU",
-    }
-    for option, meaning in sets.items():
-        parser.addoption(option, action="store_true", help=meaning)
+    for option, meaning in SETS.items():
+        parser.addoption(option, dest="set", action="append_const", const=option, help=meaning)
+    parser.addoption("--shard", type=shard, metavar="INDEX/NUMBER", help="run one of NUMBER parts of the chosen tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    names = sorted(set(config.getoption("set") or ()))
+    if len(names) > 1:
+        raise pytest.UsageError(f"{' and '.join(names)}: give one of them, or none for all tests")
+    schedules.only_one = names in (["--core"], ["--functions"])
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], kept: Sequence[pytest.Item]) -> None:
+    """Deselect the tests that are not in ``kept``."""
+    members_of_kept = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in members_of_kept])
+    items[:] = kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,18 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("traced") is None)
     for marker in ("slow_emulator", "clients"):  # these tests run only on request
         if marker not in config.option.markexpr:
-            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
-            items[:] = [item for item in items if not item.get_closest_marker(marker)]
-    only_core, only_functions = (config.getoption(option) for option in ("--core", "--functions"))
-    if only_core and only_functions:
-        raise pytest.UsageError("--core and --functions leave no test: give one of them, or neither for all")
-    if only_core or only_functions:
-        without_gpu = [item for item in items if not item.get_closest_marker("gpu")]
-        members = set(core(without_gpu))
-        if only_functions:
-            members = set(functions(without_gpu)) - members
-        config.hook.pytest_deselected(items=[item for item in items if item not in members])
-        items[:] = [item for item in items if item in members]
+            keep(config, items, [item for item in items if not item.get_closest_marker(marker)])
+    for name in set(config.getoption("set") or ()):
+        keep(config, items, members(name, items))
+    if config.getoption("--shard"):
+        index, number = config.getoption("--shard")
+        keep(config, items, items[index - 1 :: number])
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

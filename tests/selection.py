@@ -1,4 +1,4 @@
-"""Selects two sets of tests, the core set and the set of functions, because all tests that compile kernels take hours.
+"""Selects sets of tests, because all tests that compile kernels take hours. No set has tests that need a GPU.
 
 The core set, ``pytest --core``, is the first test of a change. It has all host tests, including tests of traced parts.
 Tests that compile and name a kernel belong to it with the kernels of ``core_kernels.py``: the first test that only
@@ -8,11 +8,18 @@ file belongs to it, so every entry runs once.
 The set of functions, ``pytest --functions``, runs in CI as well. It has a case of each test function. For functions
 that name kernels, its cases cover every choice in which they differ (each mask, fetch, element type, head dim) and
 every value of other parameters, such as schedules. The combination of choices within a case is arbitrary. This set
-excludes the core set, and tests that need a GPU.
+excludes the core set.
+
+Both sets exclude tests with the marker ``nightly``. Their cases run in one adverse schedule, see
+``helpers/schedules.py``. The nightly set, ``pytest --nightly``, has all tests, each case in all its schedules.
+
+``--shard 3/12`` runs the third of twelve parts of any set.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import fields
@@ -23,6 +30,33 @@ from core_kernels import KERNELS
 
 COMPILING = ("compile", "emulator", "slow_emulator")
 COST_OF_A_KERNEL = 3  # compiling a kernel takes about as long as this number of emulator runs
+
+SETS = {
+    "--core": "run the core set of tests, see selection.py",
+    "--functions": "run the rest of the set of functions, without the core set",
+    "--nightly": "run all tests that need no GPU, in all schedules",
+}
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Return the index and the number of shards of ``INDEX/NUMBER``; the first index is 1."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"it must be INDEX/NUMBER with 1 <= INDEX <= NUMBER, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def members(name: str, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of the set ``name``, a key of ``SETS``, in their order."""
+    without_gpu = [item for item in items if not item.get_closest_marker("gpu")]
+    if name == "--nightly":
+        return without_gpu
+    of_a_change = [item for item in without_gpu if not item.get_closest_marker("nightly")]
+    core_set = core(of_a_change)
+    if name == "--core":
+        return core_set
+    in_core = set(core_set)
+    return [item for item in functions(of_a_change) if item not in in_core]
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def test_a_case_that_launches_nothing():
 
 
 @pytest.mark.emulator
+@pytest.mark.nightly
 def test_prefill_kernel():
     campaign = run_campaign(campaign_prefill.case, say=lambda _: None, equivalent=campaign_prefill.equivalent)
     assert len(campaign.effective()) > 100
@@ -89,6 +90,7 @@ def test_prefill_kernel():
 
 
 @pytest.mark.emulator
+@pytest.mark.nightly
 def test_blackwell_kernel():
     """Faults specific to Blackwell; all faults would take minutes."""
     kinds = ["drop tcgen05.wait", "drop tcgen05.commit", "drop tcgen05.dealloc"]
@@ -102,6 +104,7 @@ def test_blackwell_kernel():
 
 
 @pytest.mark.emulator
+@pytest.mark.nightly
 @pytest.mark.parametrize(("case", "effective"), [(campaign_sm120.case, 24), (campaign_sm120.decode, 28)])
 def test_sm120_kernels(case, effective: int) -> None:
     """Faults in lanes' waits for their own reads; docs/kernels/sm120.md has the result of all kinds."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from helpers.batches import Expected, starts
 from helpers.decode_batches import DecodeBatch
+from helpers.schedules import PLAIN, Setting
 from hopwell.kernels import Plan, registry
 from hopwell.kernels.config.base import MAX_BOX_ROWS, MIN_BOX_ROWS, QUERY_DTYPES, KvFetch, KvType
 from hopwell.kernels.config.decode import NARROW_TYPES, DecodeConfig, tile_rows
@@ -20,10 +20,6 @@ from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask
 HEAD_DIMS = (64, 128, 256, 512)
 TORCH_DTYPES = {name: dtype for dtype, name in QUERY_DTYPES.items()}
 KV_DTYPES = {kind: dtype for dtype, kind in NARROW_TYPES.items()}
-
-# Context of a launch, such as the settings of the emulator.
-Setting = Callable[[], contextlib.AbstractContextManager[Any]]
-PLAIN: tuple[Setting, ...] = (contextlib.nullcontext, contextlib.nullcontext)
 
 
 @dataclass(frozen=True)

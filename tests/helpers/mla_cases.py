@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.decode_cases import PLAIN, Setting, check_problem
+from helpers.decode_cases import check_problem
 from helpers.fp8_batches import ByteMlaBatch
 from helpers.mla_batches import MlaBatch, PackedBatch, listing, with_lists
+from helpers.schedules import PLAIN, Setting
 from hopwell.kernels import execute, registry
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.config.mla import MlaConfig, shipped_mla_configs

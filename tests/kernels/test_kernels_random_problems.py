@@ -11,6 +11,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("number", range(first, first + count))
 
 
+@pytest.mark.nightly
 def test_random_problems(number: int, device: str) -> None:
     draw, check = Draw(number, device), KINDS[number % len(KINDS)]
     try:

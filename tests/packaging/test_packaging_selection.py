@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from core_kernels import KERNELS
-from selection import COMPILING, cell, core, functions
+from helpers import schedules
+from selection import COMPILING, SETS, cell, core, functions, members, shard
 
 from hopwell.kernels.problem import Family
 from hopwell.kernels.registry import shipped_configs
@@ -17,6 +23,7 @@ from tests.kernels import test_kernels_compile
 from tests.mla import test_mla_emulated, test_mla_sm120
 from tests.prefill import test_prefill_emulated, test_prefill_sm100
 
+ROOT = Path(__file__).parents[2]
 NAMING_KERNELS = (
     *(test_decode_emulated, test_decode_sm120, test_kernels_compile, test_mla_emulated, test_mla_sm120),
     *(test_prefill_emulated, test_prefill_sm100),
@@ -129,3 +136,52 @@ def test_the_core_set_is_part_of_the_set_of_functions() -> None:
     configs = list(shipped_configs("sm_90a", Family.PREFILL))
     items = [item(), item("traced"), *(item("emulator", config=config) for config in configs)]
     assert set(core(items)) < set(functions(items)) < set(items)
+
+
+def test_sets_of_a_change_have_no_nightly_tests() -> None:
+    """The nightly set has every test that needs no GPU."""
+    files = ("test_a.py", "test_b.py")
+    items = [item(*marks, file=file) for file in files for marks in (("emulator", "nightly"), ("emulator",), ("gpu",))]
+    assert members("--core", items) == [items[1], items[4]]
+    assert members("--functions", items) == []
+    assert members("--nightly", items) == [items[0], items[1], items[3], items[4]]
+
+
+def test_the_sets_of_a_change_share_no_test() -> None:
+    configs = list(shipped_configs("sm_90a", Family.DECODE))
+    items = [item(), *(item("emulator", config=config, seed=seed) for config in configs for seed in range(2))]
+    core_set, rest, nightly = (members(name, items) for name in SETS)
+    assert not set(core_set) & set(rest)
+    assert {*core_set, *rest} == set(functions(items)) < set(nightly)
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "1/0", "-1/3", "a/b", "1/3/5"])
+def test_a_shard_that_does_not_exist(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="1 <= INDEX <= NUMBER"):
+        shard(text)
+
+
+def run(*options: str) -> str:
+    """Return the output of pytest that only collects the tests in ``tests/versions``."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/versions", *options]
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.run(command, cwd=ROOT, text=True, check=False, **streams).stdout
+
+
+def test_shards_have_each_test_once() -> None:
+    shards = [re.findall(r"^tests/.*::.*", run("--nightly", "--shard", f"{index}/2"), re.MULTILINE) for index in (1, 2)]
+    both = [*shards[0], *shards[1]]
+    assert abs(len(shards[0]) - len(shards[1])) <= 1
+    assert sorted(both) == sorted({*both} | {*re.findall(r"^tests/.*::.*", run("--nightly"), re.MULTILINE)})
+
+
+def test_one_set_at_a_time() -> None:
+    assert "--core and --nightly: give one of them" in run("--core", "--nightly")
+
+
+def test_a_change_runs_one_adverse_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "only_one", False)
+    every = [setting.keywords["schedule"] for setting in schedules.schedules(5)]
+    assert every == ["eager", "priority", "random"]
+    monkeypatch.setattr(schedules, "only_one", True)
+    assert [setting.keywords["schedule"] for setting in schedules.schedules(5)] == ["priority"]

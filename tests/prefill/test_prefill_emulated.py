@@ -75,6 +75,15 @@ def fp16_configs() -> Iterator[PrefillConfig]:
             yield config
 
 
+# The core set takes the first test of a kernel, so adverse schedules come first.
+@pytest.mark.parametrize("schedule", ["random", "priority"])
+@pytest.mark.parametrize("config", CONFIGS + CHOSEN, ids=lambda config: config.name)
+def test_adverse_schedules(config: PrefillConfig, schedule: str) -> None:
+    """The seed depends on the kernel, so that the kernels together see many schedules."""
+    seed = (CONFIGS + CHOSEN).index(config)
+    check(config, page_sizes(config)[0], heads=2, kv_heads=1, schedule=schedule, seed=seed)
+
+
 @pytest.mark.parametrize(("config", "page_size"), [*cases()])
 def test_prefill(config: PrefillConfig, page_size: int | None) -> None:
     # Three heads leave rows of a tile over.
@@ -91,11 +100,3 @@ def test_fp16(config: PrefillConfig) -> None:
 @pytest.mark.parametrize("config", FEATURES, ids=lambda config: config.name)
 def test_features(config: PrefillConfig, schedule: str) -> None:
     check(config, page_sizes(config)[0], heads=2, kv_heads=1, schedule=schedule, seed=FEATURES.index(config))
-
-
-@pytest.mark.parametrize("schedule", ["random", "priority"])
-@pytest.mark.parametrize("config", CONFIGS + CHOSEN, ids=lambda config: config.name)
-def test_adverse_schedules(config: PrefillConfig, schedule: str) -> None:
-    """The seed depends on the kernel, so that the kernels together see many schedules."""
-    seed = (CONFIGS + CHOSEN).index(config)
-    check(config, page_sizes(config)[0], heads=2, kv_heads=1, schedule=schedule, seed=seed)

@@ -44,7 +44,7 @@ def cases(configs: list[PrefillConfig]) -> Iterator[object]:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("is_adverse", [False, True], ids=["eager", "adverse"])
+@pytest.mark.parametrize("is_adverse", [True, False], ids=["adverse", "eager"])
 @pytest.mark.parametrize(("config", "page_size"), [*cases(CONFIGS)])
 def test_prefill(config: PrefillConfig, page_size: int | None, is_adverse: bool) -> None:
     """Schedule and seed depend on the kernel, so that the kernels together see many of both."""
