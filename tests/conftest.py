@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers import schedules
+from helpers.device import schedules
 from hypothesis import settings
 from selection import SETS, members, shard
 
@@ -14,10 +14,10 @@ settings.load_profile("no_deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--calls", type=int, default=1500, help="calls that tests/api/test_api_seeded_fuzz.py makes")
+    parser.addoption("--calls", type=int, default=1500, help="calls that tests/api/test_seeded_fuzz.py makes")
     parser.addoption("--threads", type=int, default=4, help="threads of tests/emulator/test_threads.py")
     parser.addoption("--rounds", type=int, default=1, help="how often each of them makes all calls")
-    parser.addoption("--problems", type=int, default=8, help="problems of test_kernels_random_problems.py")
+    parser.addoption("--problems", type=int, default=8, help="problems of tests/kernels/test_random_problems.py")
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls or problems")
     for option, meaning in SETS.items():
         parser.addoption(option, dest="set", action="append_const", const=option, help=meaning)

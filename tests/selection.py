@@ -11,7 +11,7 @@ every value of other parameters, such as schedules. The combination of choices w
 excludes the core set.
 
 Both sets exclude tests with the marker ``nightly``. Their cases run in one adverse schedule, see
-``helpers/schedules.py``. The nightly set, ``pytest --nightly``, has all tests, each case in all its schedules.
+``helpers/device/schedules.py``. The nightly set, ``pytest --nightly``, has all tests, each case in all its schedules.
 
 ``--shard 3/12`` runs the third of twelve parts of any set.
 """

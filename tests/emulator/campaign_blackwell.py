@@ -14,9 +14,9 @@ import torch
 # The command runs this file without pytest, which would put the folder of ``helpers`` on the path.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from helpers import equivalent_faults
-from helpers.batches import Batch
-from helpers.equivalent_faults import next_warp_barrier
+from helpers.batches.prefill import Batch
+from helpers.device import equivalent_faults
+from helpers.device.equivalent_faults import next_warp_barrier
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault, waits

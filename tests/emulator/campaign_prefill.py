@@ -13,8 +13,8 @@ import torch
 # The command runs this file without pytest, which would put the folder of ``helpers`` on the path.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from helpers import equivalent_faults
-from helpers.batches import CAUSAL, Batch, window
+from helpers.batches.prefill import CAUSAL, Batch, window
+from helpers.device import equivalent_faults
 
 from hopwell.kernels import execute
 from hopwell.kernels.problem import Mask

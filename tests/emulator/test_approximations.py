@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import run_ptx
+from helpers.device.ptx import run_ptx
 
 from hopwell.emulator import EmulatorError
 from hopwell.emulator.native import HERE

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass.cute.nvgpu import cpasync, warp
-from helpers.dsl_harness import compiled, fake
-from helpers.ptx_harness import run_ptx
+from helpers.device.dsl_kernels import compiled, fake
+from helpers.device.ptx import run_ptx
 
 from hopwell.emulator import EmulatorError, use
 from hopwell.emulator.host.runtime import (

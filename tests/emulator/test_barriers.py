@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.ptx_harness import empty, run_ptx
+from helpers.device.ptx import empty, run_ptx
 
 from hopwell.emulator import BarrierFault, Deadlock
 from hopwell.emulator.machine import machine

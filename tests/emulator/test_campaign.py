@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.ptx_harness import empty, run_ptx
+from helpers.device.ptx import empty, run_ptx
 
 from hopwell import emulator
 from hopwell.emulator.tools.campaign import Campaign, run_campaign, summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import run_ptx
+from helpers.device.ptx import run_ptx
 
 # Their product is 1 + 2^-36, which rounds to 1.
 A, B = 1 - 2.0**-12 + 2.0**-24, 1 + 2.0**-12

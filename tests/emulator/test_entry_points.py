@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import entry_calls
-from helpers.append_cases import Case, Data
-from helpers.batches import CAUSAL, Batch
+from helpers.batches.append import Case, Data
+from helpers.batches.prefill import CAUSAL, Batch
+from helpers.calls import entries as entry_calls
 
 import hopwell
 from hopwell import emulator

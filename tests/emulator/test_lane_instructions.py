@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import run_ptx
+from helpers.device.ptx import run_ptx
 
 RNG = np.random.default_rng(7)
 N = 128

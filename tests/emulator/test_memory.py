@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import empty, run_ptx
+from helpers.device.ptx import empty, run_ptx
 
 from hopwell.emulator import MemoryFault, Span, UninitializedRead, Unsupported
 from hopwell.emulator.machine.memory import GlobalMemory

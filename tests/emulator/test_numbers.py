@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import run_ptx
+from helpers.device.ptx import run_ptx
 
 N = 4096
 

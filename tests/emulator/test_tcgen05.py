@@ -14,7 +14,7 @@ import torch
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers as sm100
-from helpers.dsl_harness import TORCH, compiled, fake
+from helpers.device.dsl_kernels import TORCH, compiled, fake
 
 from hopwell.emulator import report, use
 

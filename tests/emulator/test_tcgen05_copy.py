@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.tmem_harness import LANES, address, descriptor, k_major, noise, run_tmem
+from helpers.device.tmem import LANES, address, descriptor, k_major, noise, run_tmem
 
 from hopwell.emulator import EmulatorError, MemoryFault
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import empty, run_ptx
-from helpers.tmem_harness import (
+from helpers.device.ptx import empty, run_ptx
+from helpers.device.tmem import (
     LANES,
     VALUES,
     address,

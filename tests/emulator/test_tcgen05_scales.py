@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.tmem_harness import (
+from helpers.device.tmem import (
     LANES,
     VALUES,
     address,

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import entry_calls
-from helpers.batches import Batch
-from helpers.mixed_calls import bits, mixed_calls
-from helpers.ptx_harness import empty, run_ptx
+from helpers.batches.prefill import Batch
+from helpers.calls import entries as entry_calls
+from helpers.calls.mixed import bits, mixed_calls
+from helpers.device.ptx import empty, run_ptx
 
 from hopwell import emulator
 from hopwell.kernels.launch import plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import empty, run_ptx
+from helpers.device.ptx import empty, run_ptx
 
 from hopwell.emulator import Deadlock, MemoryFault, Unsupported
 from hopwell.emulator.engines import tensor_map

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import empty, run_ptx
+from helpers.device.ptx import empty, run_ptx
 
 from hopwell.emulator import Hazard, MemoryFault
 from hopwell.emulator.host.module import spans_of

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.ptx_harness import empty, run_ptx
-from helpers.tmem_harness import VALUES, draw
+from helpers.device.ptx import empty, run_ptx
+from helpers.device.tmem import VALUES, draw
 
 from hopwell.emulator import EmulatorError
 from hopwell.emulator.tools import devices

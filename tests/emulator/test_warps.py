@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.ptx_harness import empty, run_ptx
+from helpers.device.ptx import empty, run_ptx
 
 from hopwell.emulator import Deadlock, EmulatorError
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cutlass import Boolean, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from helpers.dsl_harness import TORCH, compiled, fake
+from helpers.device.dsl_kernels import TORCH, compiled, fake
 
 from hopwell.emulator import report, use
 

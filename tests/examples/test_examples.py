@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracles import check_attention, check_generation
+from helpers.oracles.examples import check_attention, check_generation
 
 from hopwell import layouts
 

@@ -1,1 +1,1 @@
-"""Code shared by tests of several folders: batches, the float64 reference, cases, stand-ins for the GPU and the DSL."""
+"""Code shared by tests of several folders, in a package for each kind."""

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.oracles import check_attention
+from helpers.oracles.examples import check_attention
 
 from hopwell.kernels.jit import settings
 

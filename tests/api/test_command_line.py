@@ -1,0 +1,180 @@
+"""Commands refuse wrong input with a message, not with a traceback."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.host.fake_dsl import Compiler
+
+from hopwell.__main__ import main
+from hopwell.kernels.capability import shipped
+from hopwell.kernels.jit import ahead, toolchain
+from hopwell.kernels.registry import shipped_configs
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--match", "[", "'[' is not a regular expression"),
+        ("--jobs", "-1", "it must be from 1 to"),
+        ("--jobs", "0", "it must be from 1 to"),
+        ("--jobs", "x", "it must be from 1 to"),
+        ("--arch", "sm_77", "invalid choice: 'sm_77'"),
+        ("--prefill-types", "fp4", "invalid choice: 'fp4'"),
+    ],
+)
+def test_options_of_compile(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["compile", f"{option}={value}"])
+    assert caught.value.code == 2
+    assert f"argument {option}: {message}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_name_that_no_kernel_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--match", "nothing"]) == 1
+    assert capsys.readouterr().err == (
+        "no kernel for sm_90a with --prefill-types 16bit has a name that matches 'nothing'\n"
+    )
+
+
+def test_the_demo_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["demo", "--device", "cuda"]) == 1
+    assert capsys.readouterr().err == (
+        "hopwell: --device cuda needs a GPU, and torch finds none; --device cpu runs on the emulator\n"
+    )
+
+
+def test_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPWELL_EMULATE_SEED", "x")
+    assert main(["demo", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.startswith("hopwell: HOPWELL_EMULATE_SEED must be an integer of at least 0")
+
+
+def test_help_does_not_import_torch() -> None:
+    """PyTorch takes seconds to import, and more on a busy machine."""
+    code = """
+import sys
+from hopwell.__main__ import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+assert "torch" not in sys.modules
+"""
+    for arguments in (["--help"], ["compile", "--help"], []):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("usage: hopwell")
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    for command in ("demo", "compile", "cache", "support"):
+        assert f"    {command} " in shown
+
+
+def test_list_prints_names_and_compiles_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "artifact", None)
+    assert main(["compile", "--list", "--arch", "sm_100a", "--match", "^append_.*bf16_e4m3$"]) == 0
+    assert capsys.readouterr().out == "append_sm_100a_bf16_e4m3\n"
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Return a stand-in for the compiler, which compiles kernels in this process, one at a time, and an empty cache."""
+    fake = Compiler(tmp_path / "record")
+    fake.install(monkeypatch)
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("HOPWELL_JIT", raising=False)
+    monkeypatch.setattr(toolchain, "compile_ahead", lambda configs, jobs: map(toolchain.artifact, configs))
+    return fake
+
+
+def test_compile_announces_time_and_size_and_shows_progress(
+    compiler: Compiler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = list(shipped_configs())[:3]
+    monkeypatch.setattr(shipped, "kernels_to_ship", lambda arch, types: iter(configs))
+    monkeypatch.setattr(ahead, "SECONDS_A_KERNEL", 400.0)
+    toolchain.artifact(configs[1])
+    compiler.seconds = 0.6
+    assert main(["compile", "--jobs", "2"]) == 0
+    before, *progress, after = capsys.readouterr().out.splitlines()
+    folder = toolchain.cache_dir()
+    assert before == f"3 kernels, 1 of them in {folder}; compiling 2 in 2 processes: about 7 min and 1.7 MB"
+    assert progress == [
+        f"[1/3] {configs[0].name}, 1 s left",
+        f"[2/3] {configs[1].name}, 1 s left",
+        f"[3/3] {configs[2].name}",
+    ]
+    assert after == f"3 kernels in {folder}, 1 s"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (9000, "2.5 h")])
+def test_durations(seconds: float, text: str) -> None:
+    assert ahead.duration(seconds) == text
+
+
+class TestCache:
+    @pytest.fixture
+    def root(self, compiler: Compiler) -> Path:
+        """Return a cache with a kernel of this version, two of another version, an emulator library and a foreign
+        folder.
+        """
+        built = toolchain.artifact(next(shipped_configs())).path
+        root = built.parent.parent
+        for name in ("one", "two"):
+            shutil.copytree(built, root / ("0" * 16) / name)
+        (root / "emulator").mkdir()
+        (root / "emulator" / "core-0.so").write_bytes(bytes(1_000_000))
+        (root / "mine").mkdir()
+        (root / "emulator" / "mine").touch()
+        return root
+
+    @staticmethod
+    def left(root: Path) -> set[str]:
+        return {str(path.relative_to(root)) for path in root.glob("*/*") if path.suffix != ".lock"} | {
+            path.name for path in root.iterdir()
+        }
+
+    def test_contents(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before = self.left(root)
+        assert main(["cache"]) == 0
+        place, ours, stale, emulated = capsys.readouterr().out.splitlines()
+        assert place == str(root)
+        assert ours.startswith("  this version of hopwell and its toolchain: 1 kernels, ")
+        assert stale.startswith("  other versions (--clear --stale removes them): 2 kernels, ")
+        assert emulated == "  the emulator: 1.0 MB"
+        assert self.left(root) == before
+
+    def test_clear_stale(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before = self.left(root)
+        assert main(["cache", "--clear", "--stale"]) == 0
+        stale = "0" * 16
+        assert self.left(root) == before - {stale, f"{stale}/one", f"{stale}/two"}
+        assert str(root) in capsys.readouterr().out
+
+    def test_clear(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["cache", "--clear"]) == 0
+        assert self.left(root) == {"mine", "emulator", "emulator/mine"}
+        assert capsys.readouterr().out == f"removed 1.0 MB from {root}\n"
+
+    def test_an_empty_one(self, capsys: pytest.CaptureFixture[str], compiler: Compiler) -> None:
+        assert main(["cache"]) == 0
+        assert main(["cache", "--clear"]) == 0
+        assert "0 kernels, 0.0 MB" in capsys.readouterr().out
+
+    def test_stale_without_clear(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as end:
+            main(["cache", "--stale"])
+        assert end.value.code == 2
+        assert "argument --stale: it says what --clear removes" in capsys.readouterr().err

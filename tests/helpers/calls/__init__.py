@@ -1,0 +1,1 @@
+"""Calls of the entry points: their arguments, changes of arguments, and calls for concurrent threads."""

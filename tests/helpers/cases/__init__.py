@@ -1,0 +1,1 @@
+"""Cases of kernels with their checks against float64, drawn problems, and problems without memory."""

@@ -1,0 +1,223 @@
+"""Random problems of prefill, decode and MLA from the supported range, each with its check against float64.
+
+Lengths are around the edges of tiles and pages. Data that must not be read is NaN, as in all batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from helpers.batches.decode import NVFP4, DecodeBatch
+from helpers.batches.fp8 import WHOLE_ERROR, Fp8Batch, Fp8MlaBatch
+from helpers.batches.low_precision import LowPrecisionBatch
+from helpers.batches.mla import MlaBatch, PackedBatch, with_topk
+from helpers.batches.prefill import CAUSAL, FULL, Batch, chunked, context_mask, window
+from helpers.calls.entries import cache_forms, context, cudnn, fmha_v2, mla, ragged_offsets, ragged_rows, xqa
+from helpers.cases.decode import draft_bits
+from hopwell.kernels import execute, support
+from hopwell.kernels.config.prefill import TILES
+from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+EDGES = (0, 1, 2, 7, 8, 15, 16, 17, 31, 63, 64, 65, 95, 96, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300, 383, 520)
+PAGE_SIZES = (1, 2, 3, 4, 8, 16, 16, 24, 32, 64, 64, 96, 128, 256)
+DECODE_KEYS = (0, 1, 3, 16, 63, 64, 65, 127, 128, 129, 255, 257, 511, 513, 1023, 1025, 2049, 4100)
+
+
+@dataclass
+class Draw:
+    """A source of random choices that records them, so that a failure shows its draw."""
+
+    number: int
+    device: str
+    noted: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.number)
+
+    def one(self, name: str, choices: Any) -> Any:
+        self.noted[name] = chosen = self._random.choice(list(choices))
+        return chosen
+
+    def maybe(self, name: str, odds: float = 0.5) -> bool:
+        self.noted[name] = happens = self._random.random() < odds
+        return happens
+
+    def lengths(self, name: str, choices: Any) -> list[int]:
+        """Return lengths of one or more requests, not all of them 0."""
+        found = [self._random.choice(list(choices)) for _ in range(self._random.randint(1, 5))]
+        found[-1] = found[-1] or 1
+        self.noted[name] = found
+        return found
+
+    def heads(self) -> dict[str, int]:
+        kv_heads = self.one("kv_heads", (1, 2, 3))
+        return dict(heads=kv_heads * self.one("group", (1, 2, 3, 4, 5, 7, 8, 16)), kv_heads=kv_heads)
+
+    def sinks(self, heads: int) -> torch.Tensor | None:
+        if not self.maybe("sinks", 0.3):
+            return None
+        return torch.tensor([self._random.uniform(-4, 8) for _ in range(heads)], device=self.device)
+
+    def common(self) -> dict[str, Any]:
+        return dict(device=self.device, seed=self.number, magnitude=self.one("magnitude", (0.0, 0.5, 1.0, 1.0, 3.0)))
+
+
+def prefill_batch(draw: Draw, kind: type[Batch], dims: tuple[int, int], **options: Any) -> Batch:
+    q_lens = draw.lengths("q_lens", draw.one("queries", (EDGES, (0, 1, 2, 3, 5, 9, 40))))
+    kv_lens = [draw.one(f"keys{i}", EDGES) for i in range(len(q_lens))]
+    sizes = draw.heads() | dict(head_dim=dims[0], v_head_dim=dims[1])
+    return kind(q_lens, kv_lens, **sizes, **draw.common(), **options)
+
+
+def mask_of(draw: Draw, chunks: bool = False) -> Mask:
+    masks = [CAUSAL, CAUSAL, FULL, window(draw.one("window", (0, 1, 20, 64, 127, 130, 400)))]
+    return draw.one("mask", [*masks, chunked(draw.one("chunk", (1, 16, 32, 64, 128, 256)))] if chunks else masks)
+
+
+def mask_options(mask: Mask) -> dict[str, Any]:
+    """Return fmha_v2's arguments for a mask."""
+    modes = {MaskKind.CAUSAL: "causal", MaskKind.FULL: "padding", MaskKind.CHUNKED: "chunked"}
+    options: dict[str, Any] = dict(mask_mode=modes.get(mask.kind, "sliding_window"))
+    if mask.kind is MaskKind.SLIDING_WINDOW:
+        options["window_left"] = mask.window_left
+    if mask.kind is MaskKind.CHUNKED:
+        options["chunked_attention_size"] = mask.chunk
+    return options
+
+
+def context_call(draw: Draw) -> None:
+    """Draw a call of the context entry in 16 bits over pages."""
+    dims = draw.one("dims", [*TILES, (72, 72), (112, 112), (200, 200)])
+    data = prefill_batch(draw, Batch, dims, dtype=draw.one("dtype", (BF16, FP16)))
+    key, value, table = data.pages(draw.one("page_size", PAGE_SIZES), order=draw.number)
+    forms = cache_forms(key, value)
+    cache, layout = forms[draw.one("form", range(4)) % len(forms)]
+    mask, sinks = mask_of(draw), draw.sinks(data.heads)
+    out, lse = context(data, cache, table, kv_layout=layout, sinks=sinks, return_lse=True, **context_mask(mask))
+    expected = data.expected(mask, sinks=sinks)
+    expected.check(out)
+    expected.check_lse(lse, natural=False)
+
+
+def fmha_v2_call(draw: Draw) -> None:
+    """Draw a 16-bit call with masks and scores of FMHAv2, ragged or paged."""
+    page_size = draw.one("page_size", (0, *PAGE_SIZES))
+    dims = draw.one("dims", [dims for dims in TILES if not page_size or dims[0] == dims[1]])
+    data = prefill_batch(draw, Batch, dims, dtype=draw.one("dtype", (BF16, FP16)))
+    mask = mask_of(draw, chunks=True)
+    score, options = draw.one("score", ("plain", "plain", "capped", "alibi")), mask_options(mask)
+    kind = Score.capped(cap := draw.one("cap", (0.5, 20.0))) if score == "capped" else Score()
+    if score == "capped":
+        options["logits_soft_cap_scale"] = cap
+    if score == "alibi":
+        kind, options["pos_encoding_mode"] = Score(ScoreKind.ALIBI), "alibi"
+    if page_size:
+        key, value, table = data.pages(page_size, order=draw.number)
+        out = fmha_v2(data, (data.q, torch.stack((key, value), 1)), "Q_PAGED_KV_HND", block_tables=table, **options)
+    else:
+        key, value, _ = data.ragged()
+        out = fmha_v2(data, (data.q, key, value), "SEPARATE_Q_K_V", **options)
+    data.expected(mask, score=kind).check(out)
+
+
+def cudnn_call(draw: Draw) -> None:
+    """Draw a 16-bit call over ragged keys with unowned tokens between requests."""
+    data = prefill_batch(draw, Batch, draw.one("dims", TILES), dtype=draw.one("dtype", (BF16, FP16)))
+    key, value, begins = data.ragged(gap=draw.one("gap", (0, 3)))
+    causal = draw.maybe("causal")
+    out, lse = cudnn(data, key, value, causal=causal, **ragged_offsets(data, begins))
+    expected = data.expected(CAUSAL if causal else FULL)
+    expected.check(out)
+    expected.check_lse(ragged_rows(data, lse))
+
+
+def fp8_prefill(draw: Draw) -> None:
+    """Draw queries, keys and values in e4m3, as problems: no entry supports all of their masks and outputs."""
+    data = prefill_batch(draw, Fp8Batch, draw.one("dims", support.FP8_HEAD_DIMS))
+    mask, sinks = mask_of(draw, chunks=True), draw.sinks(data.heads)
+    page_size = draw.one("page_size", (None, *PAGE_SIZES))
+    problem = data.in_fp8(page_size, mask, draw.one("out", (BF16, FP16, E4M3)), sinks=sinks)
+    # A few rows with flat weights have a larger error than whole tiles.
+    data.check_fp8(execute(problem), mask, sinks=sinks, whole_error=1.5 * WHOLE_ERROR)
+
+
+def narrow_cache_prefill(draw: Draw) -> None:
+    """Draw a call of the context entry with 16-bit queries over 8-bit and 4-bit caches."""
+    cache = draw.one("cache", (E4M3, NVFP4))
+    dims = draw.one("dims", support.NVFP4_HEAD_DIMS if cache is NVFP4 else support.FP8_HEAD_DIMS)
+    types = dict(q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache)
+    data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
+    # Scales of V are interleaved by four tokens.
+    page_size = draw.one("page_size", [n for n in PAGE_SIZES if cache is E4M3 or n % 4 == 0])
+    mask, sinks = mask_of(draw), draw.sinks(data.heads)
+    key, value, table = data.pages(page_size, order=draw.number)
+    options = data.options(mask) | dict(sinks=sinks, out_dtype=data.q_dtype)
+    if cache is NVFP4:
+        options["kv_block_scales"] = data.block_scales(page_size, "interleaved", order=draw.number)
+    out, lse = context(data, (key, value), table, return_lse=True, lse_base="ln", **options)
+    expected = data.expected_low(mask, sinks=sinks)
+    expected.check(out)
+    expected.check_lse(lse)
+
+
+def decode(draw: Draw) -> None:
+    """Draw decode over caches of all kinds, with drafts, windows and sinks, by either entry."""
+    tokens = draw.one("tokens", (1, 1, 1, 2, 3, 4, 7, 16))
+    kv_lens = draw.lengths("kv_lens", DECODE_KEYS)
+    drafts = [draft_bits("tree", tokens, draw.number + i) for i in range(len(kv_lens))]
+    cache, dtype = draw.one("cache", (None, None, E4M3, torch.int8, NVFP4)), draw.one("dtype", (BF16, FP16))
+    dim = draw.one("dim", (64, 128, 256) if cache is NVFP4 else (16, 64, 80, 96, 128, 128, 192, 256, 512))
+    data = DecodeBatch(
+        [tokens] * len(kv_lens), kv_lens, head_dim=dim, dtype=dtype, kv_dtype=cache, drafts=drafts, **draw.heads(),
+        **draw.common(),
+    )  # fmt: skip
+    left = draw.one("window", (-1, -1, 0, 30, 128, 700))
+    kind = MaskKind.DRAFT if tokens > 1 else MaskKind.FULL if left < 0 else MaskKind.SLIDING_WINDOW
+    mask, sinks = Mask(kind, left), draw.sinks(data.heads)
+    problem = data.decode(draw.one("page_size", PAGE_SIZES), mask, order=draw.number)
+    entry = draw.one("entry", ("xqa", "trtllm"))
+    out, lse = xqa(data, problem, tokens, entry, window_left=left, sinks=sinks, return_lse=True)
+    expected = data.expected_decode(mask, sinks=sinks)
+    expected.check(out.flatten(0, -3))
+    expected.check_lse(lse.view(-1, data.heads), natural=False)
+
+
+def latent(draw: Draw) -> None:
+    """Draw MLA, dense and sparse, over caches of all kinds."""
+    cache = draw.one("cache", ("wide", "wide", "e4m3", "e4m3 both", "rows"))
+    tokens, kv_lens = draw.one("tokens", (1, 1, 2, 4)), draw.lengths("kv_lens", DECODE_KEYS)
+    top_k = draw.one("top_k", (0, 0, 64, 132, 1000))
+    dims = (576, 512) if cache == "rows" else draw.one("dims", ((576, 512), (576, 512), (320, 256)))
+    kind = {"e4m3 both": Fp8MlaBatch, "rows": PackedBatch}.get(cache, MlaBatch)
+    options: dict[str, Any] = dict(kv_dtype=E4M3) if cache == "e4m3" else {}
+    options |= draw.common() | dict(heads=draw.one("heads", (1, 5, 8, 16, 17, 64, 128)))
+    topk = draw.one("topk", ("any", "model", "one", "none"))
+    data = with_topk(
+        kind, [tokens] * len(kv_lens), kv_lens, top_k, topk, head_dim=dims[0], v_head_dim=dims[1], **options
+    )
+    page_size, sinks = draw.one("page_size", PAGE_SIZES), draw.sinks(data.heads)
+    is_packed = isinstance(data, PackedBatch)  # its rows are in pages of order 0
+    problem = data.decode(page_size, order=0 if is_packed else draw.number)
+    more = dict(kv_cache=data.packed(page_size)) if is_packed else {}
+    out, lse = mla(data, problem, sinks=sinks, return_lse=True, **more)
+    expected = data.expected_mla(sinks=sinks)
+    expected.check(out.flatten(0, 1))
+    expected.check_lse(lse.view(-1, data.heads), natural=False)
+
+
+KINDS: tuple[Callable[[Draw], None], ...] = (
+    context_call,
+    fmha_v2_call,
+    cudnn_call,
+    fp8_prefill,
+    narrow_cache_prefill,
+    decode,
+    decode,
+    latent,
+)

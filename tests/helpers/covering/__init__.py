@@ -1,0 +1,1 @@
+"""The kernels and combinations of choices that stand for all."""

@@ -1,0 +1,1 @@
+"""Expected results in float64."""

@@ -1,0 +1,423 @@
+"""Kernels compile without a GPU, and the assembler's report confirms their resource design.
+
+Kernels come from the usual cache, so a second run only reads the reports.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from helpers.covering.configs import (
+    COVERING_DECODE,
+    COVERING_FP8,
+    COVERING_MLA,
+    COVERING_SM120_DECODE,
+    PAGES16,
+    PAGES64,
+    ROWS,
+    covering_blackwell_configs,
+    covering_configs,
+)
+
+from hopwell.kernels import compile_ahead
+from hopwell.kernels.append.config import CacheType, shipped_append_configs
+from hopwell.kernels.config.base import MMA_DEPTH, KernelConfig, KvFetch, KvType
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.prefill import PrefillConfig
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
+from hopwell.kernels.jit import toolchain
+from hopwell.kernels.jit.toolchain import Artifact, artifact
+from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.problem import Family, MaskKind, ScoreKind
+from hopwell.kernels.registry import build
+from hopwell.kernels.sm100.prefill.config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
+from hopwell.perf.resources import Resources
+from hopwell.perf.sass import cuda_tool
+
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
+
+pytestmark = pytest.mark.compile
+
+SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond its usable SHARED_BYTES
+PREFILL = covering_configs()
+# sm_103a has the code of sm_100a, so a kernel of each head dim is enough, with one of the highest register use.
+SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
+BLACKWELL = [
+    *covering_blackwell_configs("sm_100a"),
+    *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix("prefill_sm_103a_bf16_") in SM_103A),
+]
+# K and V of 8 bits: boxes and rows, with one column block and several, with one consumer warpgroup and two.
+FP8_PREFILL = [
+    PrefillConfig("sm_90a", dtype, dtype, *dims, MaskKind.CAUSAL, *fetch, kv_type=KvType.E4M3)
+    for dtype, dims, fetch in (
+        ("bf16", (128, 128), PAGES16),
+        ("fp16", (64, 64), ROWS),
+        ("bf16", (192, 128), PAGES64),
+        ("bf16", (256, 256), PAGES64),
+    )
+]
+# The first two would spill with a converting warpgroup each for K and V. The third has both, and the highest register
+# use.
+FP8_PREFILL += [
+    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, mask, *fetch, kv_type=KvType.E4M3, **choices)
+    for mask, fetch, choices in (
+        (MaskKind.CAUSAL, PAGES16, dict(skip_softmax=True)),
+        (MaskKind.CAUSAL, PAGES16, dict(score=ScoreKind.CAPPED_ALIBI)),
+        (MaskKind.SLIDING_WINDOW, ROWS, dict(score=ScoreKind.LARGE_SOFT_CAP)),
+    )
+]
+# 4-bit K and V with block scales, and outputs with block scales: one thread and two for a row, all kinds of output.
+NVFP4_PREFILL = [
+    PrefillConfig("sm_90a", dtype, out, *dims, mask, *fetch, kv_type=kv_type, **choices)
+    for dtype, out, dims, mask, fetch, kv_type, choices in (
+        ("bf16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, {}),
+        ("fp16", "e4m3", (192, 192), MaskKind.CAUSAL, ROWS, KvType.NVFP4, {}),
+        ("fp16", "nvfp4", (64, 64), MaskKind.SLIDING_WINDOW, PAGES16, KvType.NVFP4, dict(short_steps=True)),
+        ("bf16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES64, KvType.NVFP4, dict(packs_heads=True)),
+        ("fp16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(dequantizes_q=True)),
+        (
+            "fp16",
+            "e4m3",
+            (192, 128),
+            MaskKind.CAUSAL,
+            PAGES64,
+            KvType.NVFP4,
+            dict(dequantizes_q=True, packs_heads=True),
+        ),
+        ("fp16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(dequantizes_q=True)),
+        ("fp16", "fp16", (256, 256), MaskKind.SLIDING_WINDOW, ROWS, KvType.NVFP4, dict(packs_heads=True)),
+        ("fp16", "fp16", (192, 192), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, {}),
+        ("e4m3", "nvfp4", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.WIDE, {}),
+    )
+]
+SM120 = [
+    Sm120PrefillConfig("sm_120a", dtype, dtype, *dims, mask, *fetch, **choices)
+    for dtype, dims, mask, fetch, choices in (
+        ("bf16", (128, 128), MaskKind.CAUSAL, (KvFetch.CONTIGUOUS, 0), {}),
+        ("fp16", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(packs_heads=True)),
+        ("bf16", (128, 128), MaskKind.CAUSAL, PAGES16, dict(skip_softmax=True)),
+        ("bf16", (64, 64), MaskKind.FULL, PAGES16, {}),
+        ("bf16", (192, 128), MaskKind.CAUSAL, PAGES16, {}),
+        ("bf16", (192, 192), MaskKind.CAUSAL, (KvFetch.CONTIGUOUS, 0), {}),
+        ("bf16", (256, 256), MaskKind.CHUNKED, PAGES16, {}),
+        ("bf16", (512, 512), MaskKind.CAUSAL, PAGES16, {}),
+        ("fp16", (512, 512), MaskKind.SLIDING_WINDOW, ROWS, dict(packs_heads=True)),
+    )
+]
+SM120 += [
+    Sm120PrefillConfig("sm_120a", dtype, out, *dims, mask, *fetch, **choices)
+    for dtype, out, dims, mask, fetch, choices in (
+        ("e4m3", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, {}),
+        ("e4m3", "e4m3", (192, 192), MaskKind.CAUSAL, PAGES16, {}),
+        ("bf16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.E4M3)),
+        ("bf16", "bf16", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(kv_type=KvType.NVFP4, packs_heads=True)),
+        ("bf16", "bf16", (192, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.NVFP4)),
+        # Kernels that spill most: of each class of operands, with most masks and packed heads, or no mask.
+        ("bf16", "bf16", (128, 128), MaskKind.CHUNKED, ROWS, dict(packs_heads=True)),
+        ("e4m3", "e4m3", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(packs_heads=True)),
+        ("bf16", "bf16", (128, 128), MaskKind.FULL, PAGES16, dict(kv_type=KvType.E4M3)),
+        ("bf16", "bf16", (80, 80), MaskKind.FULL, PAGES16, dict(kv_type=KvType.E4M3)),
+        ("bf16", "bf16", (192, 192), MaskKind.FULL, PAGES16, dict(kv_type=KvType.E4M3)),
+        ("bf16", "bf16", (192, 192), MaskKind.SLIDING_WINDOW, ROWS, dict(kv_type=KvType.NVFP4, packs_heads=True)),
+    )
+]
+SM120_ON_HOPPER = Sm120PrefillConfig(
+    "sm_120a", "e4m3", "bf16", 64, 64, MaskKind.CAUSAL, *PAGES16, compiled_for="sm_90a"
+)
+# ptxas for sm_120 uses 8 bytes of stack that are written and never read, and spills registers: see
+# warp_mma/prefill/config.py. For decode it does so once a leaf; see warp_mma/decode/config.py.
+SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 112, Family.MLA: 88}
+NARROW_STACK = 80  # if warps dequantize K and V for themselves
+# For Blackwell the compiler keeps pairs of O's elements side by side, which take up to 128 registers, and spills: see
+# docs/kernels/blackwell.md.
+PAIRED_STACK = {KvType.WIDE: 320, KvType.E4M3: 512, KvType.NVFP4: 416}
+# Kernels of sm_120 that serve Blackwell, with registers by role: these stand for all of them.
+SM120_ON_BLACKWELL = [
+    replace(config, arch="sm_100a")
+    for config in (
+        *(c for c in COVERING_SM120_DECODE if "d128_draft_rows32" in c.name or "d576_512_causal_rows16_p" in c.name),
+        *(c for c in SM120 if "e4m3_to_bf16_d128" in c.name or "bf16_d128_full_kv_e4m3" in c.name),
+        *(c for c in SM120 if "bf16_d192_sliding_window_kv_nvfp4" in c.name),
+        *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in PAIRED_STACK),
+    )
+]
+# Head dims and page sizes compiled only on demand.
+RARER = [
+    PrefillConfig("sm_90a", "bf16", "bf16", 72, 72, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0),
+    PrefillConfig("sm_90a", "bf16", "bf16", 248, 248, MaskKind.CAUSAL, *PAGES16),
+    PrefillConfig("sm_90a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, *ROWS, uneven_pages=True),
+    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 8, uneven_pages=True),
+]
+CONFIGS: list[KernelConfig] = [
+    *PREFILL,
+    *RARER,
+    *NVFP4_PREFILL,
+    *SM120,
+    *FP8_PREFILL,
+    *COVERING_FP8,
+    *COVERING_DECODE,
+    *COVERING_MLA,
+    *COVERING_SM120_DECODE,
+    *SM120_ON_BLACKWELL,
+    *BLACKWELL,
+]
+# Allowed spills: two values read once for each chunk, see ``_DEQUANTIZED_TILES``, and two of a warp that combines, once
+# a share. Two more belong to packed heads with e4m3 windows, once for each work tile, and two to a warpgroup that
+# dequantizes to float16. The window spills remain with smaller parts of V, and with 8 registers more for consumers
+# (2026-11-25).
+SPILL = (
+    "prefill_sm_90a_fp16_d192_causal_kv_nvfp4",
+    "decode_sm_90a_fp16_d512_draft_kv_e4m3",
+    *(f"mla_sm_90a_e4m3_to_bf16_d576_512_causal_pages{rows}" for rows in ("8", "16")),
+    "prefill_sm_90a_e4m3_to_bf16_d192_sliding_window_packed",
+)
+FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
+
+
+class Usage(NamedTuple):
+    """The assembler's report of a kernel: registers of a thread, and bytes."""
+
+    registers: int
+    stack: int
+    shared: int
+    local: int
+
+
+def usage(cubin: Path) -> Usage:
+    # A missing tool is a failure, not a skip, because no other test checks spills.
+    command = [cuda_tool("cuobjdump"), "-res-usage", str(cubin)]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
+    return Usage(*map(int, found))
+
+
+class Parameters(NamedTuple):
+    """Threads of a CTA, and the register counts that roles go down and up to."""
+
+    threads: int
+    less: set[int]
+    more: set[int]
+
+
+def kernel_parameters(ptx: str) -> Parameters:
+    (threads,) = re.findall(r"\.(?:req|max)ntid (\d+)", ptx)
+    less, more = (
+        set(map(int, re.findall(rf"setmaxnreg\.{kind}\.sync\.aligned\.u32\s+(\d+)", ptx))) for kind in ("dec", "inc")
+    )
+    return Parameters(int(threads), less, more)
+
+
+def check_shares(config: KernelConfig, found: Parameters, used: Usage) -> None:
+    """Check that the launch registers of all threads cover the registers that the roles then take.
+
+    With fewer registers, the kernel would hang.
+    """
+    launched = REGISTERS // (found.threads * config.ctas_per_sm) // 8 * 8
+    assert set(config.registers) <= found.less | found.more
+    most = min(found.more, default=REGISTERS)  # two warpgroups have more at launch than they may request
+    assert max(found.less) <= launched < most, "setmaxnreg the other way is an illegal instruction"
+    assert WARPGROUP * sum(config.registers) <= used.registers * found.threads
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_compiles_and_fits(config: KernelConfig) -> None:
+    built = artifact(config)
+    assert built.is_sound()
+    threads = WARPGROUP * len(config.registers)
+    ptx = built.ptx.read_text()
+    assert re.search(rf"^\.target {config.target}$", ptx, re.MULTILINE)
+    found, used = kernel_parameters(ptx), usage(built.cubin)
+    assert found.threads == threads
+    assert used.registers * threads * config.ctas_per_sm <= REGISTERS, "a CTA does not fit the SM"
+    if config.arch == "sm_120a":
+        assert not found.less | found.more, "threads keep what they have at launch"
+    else:
+        check_shares(config, found, used)
+    assert used.stack <= most_stack(config), "registers are spilled"
+    assert used.local == 0, "registers are spilled"
+    assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"
+
+    # Kernels request all shared memory at the launch, except the system's share.
+    assert used.shared <= SYSTEM_SHARED_BYTES
+    kernel, _ = build(config)
+    assert kernel.shared_bytes <= ARCHITECTURES[config.arch].shared_bytes
+    # The DSL compares the launch with the kernel's allocation, and records an error in the host code if it is exceeded.
+    assert b"exceed" not in built.object_file.read_bytes()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_append_kernels_do_not_spill(arch: str) -> None:
+    for config in shipped_append_configs(arch):
+        used = usage(artifact(config).cubin)
+        assert (used.stack, used.local) == (0, 0), config.name
+        # An SM has room for all of its threads, or for half of them if they quantize.
+        assert used.registers <= 32 if config.kind is CacheType.WIDE else used.registers <= 64, config.name
+
+
+def most_stack(config: KernelConfig) -> int:
+    """Return the bytes of stack that a kernel may use."""
+    if config in SM120_ON_BLACKWELL and config.family is Family.PREFILL and config.head_dim_v > 192:
+        return PAIRED_STACK[config.kv_type]
+    if config.arch == "sm_120a" or config in SM120_ON_BLACKWELL:
+        return NARROW_STACK if dequantizes_for_itself(config) else SM120_STACK[config.family]
+    return 8 if config.name.startswith(SPILL) else 0
+
+
+def dequantizes_for_itself(config: KernelConfig) -> bool:
+    return isinstance(config, Sm120PrefillConfig) and config.has_narrow_kv and not config.uses_fp8_mma
+
+
+@pytest.mark.parametrize("config", SM120, ids=lambda config: config.name)
+def test_spills_in_steps(config: Sm120PrefillConfig) -> None:
+    """Count instructions that load or store a spilled register, in the step with most of them, of 280 to 2300
+    instructions.
+    """
+    most = 26 if dequantizes_for_itself(config) else 12 if config.dequantizes else 6
+    assert Resources.of(artifact(config).cubin).step_spills <= most
+
+
+@pytest.mark.parametrize("config", [*SM120, SM120_ON_HOPPER], ids=lambda config: config.name)
+def test_products_of_warps(config: Sm120PrefillConfig) -> None:
+    """Each kernel multiplies by the one kind of mma.sync for its operands; sm_120 uses block scaling for
+    byte operands.
+    """
+    found = set(re.findall(r"\bmma\.sync\.aligned\.(\S+)", artifact(config).ptx.read_text()))
+    if config.uses_fp8_mma:
+        scaled = "kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
+        assert found == {"m16n8k32.row.col." + ("f32.e4m3.e4m3.f32" if config.compiled_for else scaled)}
+    else:
+        kind = {"bf16": "bf16", "fp16": "f16"}[config.dtype]
+        assert found == {f"m16n8k16.row.col.f32.{kind}.{kind}.f32"}
+
+
+@pytest.mark.parametrize("config", [*COVERING_DECODE, *COVERING_MLA, PREFILL[0]], ids=lambda config: config.name)
+def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None:
+    """Keys are evicted first; with swap-AB, they are evicted first or normally, as the schedule decides.
+
+    Copies by lanes do not have a policy.
+    """
+    ptx = artifact(config).ptx.read_text()
+    by_tma = config.reads_kv_once and config.kv_fetch is KvFetch.PAGE_BOXES
+    has_tree = isinstance(config, DecodeConfig) and config.has_tree
+    assert ("L2::cache_hint" in ptx) == by_tma
+    assert (str(EVICT_FIRST << 32) in ptx) == (by_tma and not has_tree)
+    assert bool(re.search(rf"selp\.b32\s.*, {EVICT_NORMAL}, {EVICT_FIRST},", ptx)) == has_tree
+
+
+@pytest.mark.parametrize("config", BLACKWELL, ids=lambda config: config.name)
+def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> None:
+    """The test counts instructions of each kind in the PTX; loops over steps and query tiles are not unrolled."""
+    ptx, tile = artifact(config).ptx.read_text(), config.tile
+    assert "wgmma" not in ptx
+
+    # The kernel allocates all of tensor memory once, and frees it.
+    for instruction in ("alloc", "dealloc"):
+        assert re.findall(rf"\btcgen05\.{instruction}\b.*, (\d+);", ptx) == [str(TENSOR_MEMORY_COLUMNS)], instruction
+        assert len(re.findall(rf"\btcgen05\.{instruction}\b", ptx)) == 1
+    assert config.o_column + Q_TILES * config.head_dim_v <= TENSOR_MEMORY_COLUMNS
+
+    # One instruction takes 16 elements. Q K^T occurs in the first step and in the later steps, P V in the later steps
+    # and in the last.
+    kinds = re.findall(r"\btcgen05\.mma\.cta_group::1\.kind::f16 \[%r\d+\], (\w+|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx)
+    assert len(kinds) == ptx.count("tcgen05.mma")
+    for a_in_tensor_memory, depth, columns in (
+        (False, config.head_dim_qk, tile.n),
+        (True, tile.n, config.head_dim_v),
+    ):
+        found = [int(kind) for a, kind in kinds if a.startswith("[") == a_in_tensor_memory]
+        assert len(found) == 2 * depth // MMA_DEPTH
+        # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
+        assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
+
+    # TMA takes a box for each column block of 64. For pages it takes one box with all column blocks for each box of
+    # rows. Whole tiles of V and other tiles have separate loops.
+    copies = (
+        Q_TILES * config.q_columns // 64
+        + {
+            KvFetch.CONTIGUOUS: (config.columns[0] + 2 * config.columns[1]) // 64,
+            KvFetch.PAGE_BOXES: 3 * tile.n // max(config.box_rows, 1),
+            KvFetch.PAGE_ROWS: 0,
+        }[config.kv_fetch]
+    )
+    assert len(re.findall(r"\bcp\.async\.bulk\.tensor\b", ptx)) == copies
+    assert bool(re.search(r"\bcp\.async\.cg\b", ptx)) == (config.kv_fetch is KvFetch.PAGE_ROWS)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_touches_no_memory_before_the_grid_in_front_is_done(config: KernelConfig) -> None:
+    """Under programmatic dependent launch, the previous grid may still write this grid's operands, or read
+    its output.
+    """
+    before, *after = artifact(config).ptx.read_text().split("griddepcontrol.wait")
+    assert len(after) == 1
+    assert "mbarrier.init" in before, "nothing overlaps"
+    assert not re.search(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async", before)
+
+
+@pytest.mark.parametrize("config", FIRST, ids=lambda config: config.name)
+def test_loads_from_disk(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object file alone gives the launch function; loading needs no GPU."""
+    artifact(config)
+    monkeypatch.setenv("HOPWELL_JIT", "forbid")
+    monkeypatch.setattr(toolchain, "_functions", {})
+    function = toolchain.function(config)
+    assert callable(function)
+    assert toolchain.function(config) is function
+
+
+CALL = """
+import sys
+import torch
+import hopwell
+from hopwell.kernels.jit import toolchain
+from hopwell.kernels.registry import shipped_configs
+
+config = next(config for config in shipped_configs() if config.name == sys.argv[1])
+function = toolchain.function(config)
+try:
+    function(torch.empty(0, dtype=torch.int32), (0,) * 23, (0,) * 40, 1.0, 1.0, 0.0, 0.0, 0)
+except ValueError as error:
+    print(error)
+print("cutlass" in sys.modules)
+"""
+
+
+def test_a_compiled_kernel_is_called_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that finds its kernel on disk never imports the DSL.
+
+    For a call on the CPU, the function itself reports that it does not run there.
+    """
+    artifact(PREFILL[0])
+    monkeypatch.setenv("HOPWELL_JIT", "forbid")
+    command = [sys.executable, "-c", CALL, PREFILL[0].name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said, imported = done.stdout.rsplit(maxsplit=1)
+    assert "expected device_type=cuda" in said
+    assert "argument #0" in said
+    assert imported == "False"
+    assert done.stderr == ""
+
+
+def test_output_of_the_other_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is not shipped. Other processes compile it, and the cache of shipped kernels does not have it."""
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
+    mixed = [
+        PrefillConfig("sm_90a", *dtypes, 128, 128, PREFILL[0].mask, PREFILL[0].kv_fetch, 0)
+        for dtypes in (("bf16", "fp16"), ("fp16", "bf16"))
+    ]
+    built = {one.path.name: one for one in compile_ahead(mixed, jobs=2)}
+    assert set(built) == {config.name for config in mixed}
+    for config in mixed:
+        one = built[config.name]
+        assert one == Artifact(toolchain.cache_dir() / config.name)
+        assert one.is_sound()
+        assert (usage(one.cubin).stack, usage(one.cubin).local) == (0, 0)
+        rounded = {"bf16": "cvt.rn.bf16x2.f32", "fp16": "cvt.rn.f16x2.f32"}
+        assert rounded[config.out_dtype] in one.ptx.read_text()

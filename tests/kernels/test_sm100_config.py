@@ -1,0 +1,241 @@
+"""Blackwell's prefill kernels: selection, and the constraints of their tiles, registers and edges."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.cases.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
+from helpers.covering.configs import covering_blackwell_configs
+
+from hopwell.kernels.config.base import DTYPES, KvFetch, kv_fetch
+from hopwell.kernels.config.prefill import resolve_prefill
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.kernel import work_queue_stride
+from hopwell.kernels.parts.partition.tiles import WorkTile
+from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
+from hopwell.kernels.registry import build, resolve, shipped_configs
+from hopwell.kernels.sm100.prefill import config as sm100_config
+from hopwell.kernels.sm100.prefill.config import Q_TILES, TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.kernel import PrefillSm100
+from hopwell.kernels.support import COMMON_HEAD_DIMS
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
+from hopwell.kernels.warp_mma.prefill.kernel import PrefillSm120
+
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
+
+pytestmark = pytest.mark.traced
+
+ARCHS = ("sm_100a", "sm_103a")
+SHIPPED = {arch: [c for c in shipped_configs(arch) if isinstance(c, Sm100PrefillConfig)] for arch in ARCHS}
+PAGE_SIZES = [1 << i for i in range(12)]
+
+
+def config(dims: tuple[int, int] = (128, 128), arch: str = "sm_100a") -> Sm100PrefillConfig:
+    return Sm100PrefillConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0)
+
+
+def resolve_own(problem: AttentionProblem, arch: str) -> Sm100PrefillConfig:
+    """Return the tcgen05 kernel that serves a problem."""
+    found = resolve_prefill(problem, arch, Sm100PrefillConfig)
+    assert isinstance(found, Sm100PrefillConfig)
+    return found
+
+
+class TestShipped:
+    def test_all_that_the_support_table_lists(self) -> None:
+        assert set(TILES) == set(COMMON_HEAD_DIMS)
+        fetches = set(KvFetch) - {KvFetch.TOPK_ROWS}
+        wanted = set(itertools.product(DTYPES.values(), TILES, MASKS, fetches))
+        for arch, configs in SHIPPED.items():
+            assert {(c.dtype, (c.head_dim_qk, c.head_dim_v), c.mask, c.kv_fetch) for c in configs} == wanted
+            assert all(isinstance(c, Sm100PrefillConfig) and c.arch == arch for c in configs)
+
+    def test_names_are_unique_among_all_archs(self) -> None:
+        configs = [*shipped_configs(), *itertools.chain(*map(shipped_configs, ARCHS)), *shipped_configs("sm_120a")]
+        assert len({c.name for c in configs}) == len(set(configs)) == len(configs)
+
+    def test_covering_ones_stand_for_all(self) -> None:
+        covering = covering_blackwell_configs()
+        assert len(set(covering)) == len(covering)
+
+        def pairs(configs: list[Sm100PrefillConfig]) -> set[tuple[int, int, KvFetch]]:
+            return {(c.head_dim_qk, c.head_dim_v, c.kv_fetch) for c in configs}
+
+        assert pairs(covering) == pairs(SHIPPED["sm_100a"])
+        served = set(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
+        for dims, scores in (((64, 64), served - {ScoreKind.LARGE_SOFT_CAP}), ((128, 128), served)):
+            here = [c for c in covering if (c.head_dim_qk, c.head_dim_v) == dims]
+            assert {(c.mask, c.score, c.skip_softmax) for c in here} == {
+                *((mask, ScoreKind.SCALED, False) for mask in MASKS),
+                *((MaskKind.CAUSAL, score, False) for score in scores if score is not ScoreKind.CAPPED_ALIBI),
+                (MaskKind.CAUSAL, ScoreKind.SCALED, True),
+            }
+        assert {c.dtype for c in covering} == set(DTYPES.values())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+class TestResolve:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_every_cache_has_a_shipped_kernel(self, dims: tuple[int, int], arch: str) -> None:
+        shipped = set(SHIPPED[arch])
+        for dtype, form, page_size in itertools.product(DTYPES, CACHES, PAGE_SIZES):
+            found = resolve_own(paged(*cache(form, page_size, dims, dtype=dtype)), arch)
+            assert found in shipped, (form, page_size)
+            assert (found.dtype, found.head_dim_qk, found.head_dim_v) == (DTYPES[dtype], *dims)
+        key, value = (empty(640, 2, dim).transpose(0, 1)[None] for dim in dims)
+        assert resolve_own(contiguous(key, value), arch) == config(dims, arch) == resolve(contiguous(key, value), arch)
+
+    def test_masks_and_scores(self, arch: str) -> None:
+        """No feature changes a tile, so boxes stay too."""
+        problem = paged(*cache("tuple-HND", 16, (128, 128)))
+        plain = resolve_own(problem, arch)
+        served = [score for score in ScoreKind if score is not ScoreKind.CAPPED_ALIBI]
+        for mask, score, skip in itertools.product(MASKS, served, (0.0, 500.0)):
+            found = resolve_own(replace(problem, mask=MASKS[mask], score=SCORES[score], skip_softmax=skip), arch)
+            assert found == replace(plain, mask=mask, score=score, skip_softmax=skip > 0)
+            assert found.tile == plain.tile
+        with pytest.raises(NotImplementedError, match=f"capped_alibi have no kernel on {arch}; supported: scaled, "):
+            resolve_own(replace(problem, score=SCORES[ScoreKind.CAPPED_ALIBI]), arch)
+
+    @pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 192), (256, 256), (512, 512), (128, 64)], ids=str)
+    def test_other_head_dims_are_refused(self, dims: tuple[int, int], arch: str) -> None:
+        message = rf"{dims[0]}/{dims[1]} have no kernel on {arch}; supported: 64/64, 128/128, 192/128$"
+        with pytest.raises(NotImplementedError, match=message):
+            resolve_own(paged(*cache("tuple-HND", 16, dims)), arch)
+
+    def test_other_dtypes_are_refused(self, arch: str) -> None:
+        narrow = cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn)
+        with pytest.raises(NotImplementedError, match=f"dtype torch.float8_e4m3fn has no kernel on {arch}"):
+            resolve_own(paged(*narrow), arch)
+
+    def test_kernels_of_sm120_serve_the_rest(self, arch: str) -> None:
+        plain = paged(*cache("tuple-HND", 16, (128, 128)))
+        wide, narrow = (paged(*cache("tuple-HND", 16, dims)) for dims in ((256, 256), (80, 80)))
+        fp8 = paged(*cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn))
+        rest = [wide, narrow, fp8, replace(plain, score=SCORES[ScoreKind.CAPPED_ALIBI])]
+        for problem in rest:
+            found = resolve(problem, arch)
+            assert found == replace(resolve(problem, "sm_120a"), arch=arch)
+            assert isinstance(build(found)[0], PrefillSm120)
+        assert isinstance(build(resolve(plain, arch))[0], PrefillSm100)
+        with pytest.raises(NotImplementedError, match=f"24/128 have no kernel on {arch}; supported: 64/64, .*512/512"):
+            resolve(paged(*cache("tuple-HND", 16, (24, 128))), arch)
+        # Shipped kernels include the head dims without a tensor-memory kernel.
+        others = {(c.head_dim_qk, c.head_dim_v) for c in shipped_configs(arch) if isinstance(c, Sm120PrefillConfig)}
+        assert others == set(Sm120PrefillConfig.tiles) - set(TILES)
+
+
+class TestKvFetch:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    def test_pages(self, page_size: int, dims: tuple[int, int]) -> None:
+        """Pages smaller than a swizzle atom are fetched row by row.
+
+        Larger pages take the tallest boxes that divide a page and a tile.
+        """
+        fetch = kv_fetch(paged(*cache("tuple-HND", page_size, dims)), TILES[dims].n)
+        boxes = [n for n in (8, 16, 32, 64) if page_size % n == 0 and TILES[dims].n % n == 0]
+        assert fetch == ((KvFetch.PAGE_BOXES, max(boxes)) if boxes else (KvFetch.PAGE_ROWS, 0))
+        assert (page_size in (1, 2, 4)) == (not boxes)
+
+
+class TestResources:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_tensor_memory(self, dims: tuple[int, int]) -> None:
+        """S of both query tiles comes first, then O of both: 512 columns."""
+        c = config(dims)
+        assert c.s_column == 0
+        assert c.o_column == 2 * c.tile.n
+        assert c.o_column + 2 * c.head_dim_v <= 512
+
+    def test_more_columns_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert config().o_column + 2 * 128 == 512, "at the limit"
+        monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], n=144))
+        with pytest.raises(ValueError, match=r"_d128_causal_contiguous needs 544 columns of tensor memory, 512 are"):
+            config()
+
+    def test_registers_add_up(self) -> None:
+        """setmaxnreg takes multiples of 8 from 24 to 256, and can only redistribute the launch registers."""
+        registers = config().registers
+        launched = REGISTERS // (WARPGROUP * len(registers))
+        assert sum(registers) == launched * len(registers)
+        assert all(count % 8 == 0 and 24 <= count <= 256 for count in registers)
+        assert registers[0] == registers[1] > launched > max(registers[2:])
+
+    def test_more_registers_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sm100_config, "SOFTMAX_REGISTERS", sm100_config.SOFTMAX_REGISTERS + 8)
+        with pytest.raises(ValueError, match="67584 registers asked for, 65536 at launch: the kernel would hang"):
+            config()
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_tiles_fit_the_instructions(self, dims: tuple[int, int]) -> None:
+        tile = TILES[dims]
+        assert tile.m == Q_TILES * 128, "an accumulator has a row in each lane of tensor memory"
+        assert tile.q_stages == Q_TILES
+        assert all(columns % 16 == 0 and columns <= 256 for columns in (tile.n, dims[1])), "tcgen05.mma with 128 rows"
+        assert dims[0] % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"
+        assert tile.n % 32 == dims[1] % 32 == 0, "tensor memory is read and written 32 columns at a time"
+        # The early part of P is stored and multiplied in multiples of 32 keys; a late part remains.
+        assert 0 < config(dims).early_keys < tile.n
+        assert config(dims).early_keys % 32 == 0
+        for row in (columns * copy.SWIZZLE_ROW_BYTES for columns in (128, tile.n)):
+            assert row % copy.SWIZZLE_ATOM_BYTES == 0, "column blocks start where the swizzle does"
+        # A thread has its row of S, half of it rounded to P; a correction thread has 32 columns of O.
+        assert tile.n < config(dims).registers[0]
+
+
+class TestEdges:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_stages_and_bytes(self, dims: tuple[int, int]) -> None:
+        qk, v = dims
+        for c in SHIPPED["sm_100a"]:
+            if (c.head_dim_qk, c.head_dim_v) != dims:
+                continue
+            edges, tile = {edge.name: edge for edge in PrefillSm100(c).edges}, c.tile
+            found = {name: (edge.stages, edge.stage_bytes) for name, edge in edges.items()}
+            assert found == {
+                "q": (2, 128 * qk * 2),
+                "k": (tile.kv_stages, tile.n * qk * 2),
+                "v": (tile.kv_stages, tile.n * v * 2),
+                "work": (2, work_queue_stride(WorkTile.INTS) * 4),
+                "s": (2, 0),
+                "p": (2, 0),
+                "factor": (4, 128 * 4),
+                "o": (2, 0),
+            }
+            # A tile of queries has a softmax warpgroup of its own; the correction warpgroup serves both.
+            arrivals = {name: (edge.producer_warps, edge.consumer_warps) for name, edge in edges.items()}
+            loads = dict(q=(1, 1), k=(1, 1), v=(1, 1), work=(1, 15))
+            assert arrivals == dict(**loads, s=(1, 4), p=(4, 1), factor=(4, 4), o=(1, 4))
+            # Copies of rows arrive for every lane, and only the tensor cores' warp can fence them.
+            rows = c.kv_fetch is KvFetch.PAGE_ROWS
+            fences = {name for name, edge in edges.items() if edge.consumer_fences}
+            assert fences == ({"k", "v"} if rows else set())
+            assert all(edges[name].producer_lanes == (32 if rows else 1) for name in "kv")
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_shared_memory(self, dims: tuple[int, int]) -> None:
+        kernel = PrefillSm100(config(dims))
+        tile = kernel.tile
+        operands = 2 * 128 * dims[0] * 2 + tile.kv_stages * tile.n * sum(dims) * 2
+        staging, factors, words = 4 * 32 * 64, 4 * 128 * 4, 16
+        work_queue = kernel.work_stages * work_queue_stride(WorkTile.INTS) * 4
+        # A full and an empty one for each stage of eight edges, and the loaders' barriers for tiles with zeroed rows.
+        barriers = 8 * (2 * (2 + 2 * tile.kv_stages + kernel.work_stages + 2 + 2 + 4 + 2) + 2)
+        assert kernel.shared_bytes == operands + staging + factors + words + work_queue + barriers
+        assert kernel.shared_bytes <= SHARED_BYTES
+
+    def test_another_stage_would_be_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], kv_stages=4))
+        with pytest.raises(ValueError, match=rf"needs \d+ bytes of shared memory, {SHARED_BYTES} are there"):
+            PrefillSm100(config())
+
+    def test_they_are_in_the_docstring(self) -> None:
+        document = PrefillSm100.__doc__ or ""
+        for edge in PrefillSm100(config()).edges:
+            assert f"\n        {edge.name} " in document
+            assert edge.name == "work" or f"{edge.producer} -> {edge.consumer}" in document

@@ -1,0 +1,144 @@
+"""The Blackwell prefill kernels in the emulator, against float64, in an ordinary and an adverse schedule.
+
+These kernels have not run on a GPU. All of them run under the race detector, the proxy check and strict mode. Data that
+a kernel must not read or must overwrite is NaN. Kernels take long to compile, so a few stand for all; the others run
+with ``-m slow_emulator``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from helpers.batches.prefill import CAUSAL, FULL, Batch, chunked, same, window
+from helpers.cases.emulated_prefill import check, page_sizes
+from helpers.covering.configs import covering_blackwell_configs
+
+from hopwell import emulator
+from hopwell.kernels import execute
+from hopwell.kernels.config.prefill import PrefillConfig
+from hopwell.kernels.problem import Mask, MaskKind, PageTable
+from hopwell.kernels.registry import shipped_configs
+from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
+from tests.prefill import test_context_entry as context_entry
+from tests.prefill import test_cudnn_entry as cudnn_entry
+from tests.prefill import test_fmha_v2_entry as fmha_v2_entry
+
+CONFIGS = covering_blackwell_configs()
+ADVERSE = ("late", "random", "priority")
+# Another dtype changes no loop, so one mask is enough for fp16.
+REST = [
+    config
+    for config in shipped_configs("sm_100a")
+    if isinstance(config, Sm100PrefillConfig)
+    and config not in CONFIGS
+    and (config.dtype == "bf16" or config.mask is MaskKind.CAUSAL)
+]
+
+
+def cases(configs: list[PrefillConfig]) -> Iterator[object]:
+    for config in configs:
+        for size in page_sizes(config):
+            yield pytest.param(config, size, id=config.name + (f"-page{size}" if size else ""))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("is_adverse", [True, False], ids=["adverse", "eager"])
+@pytest.mark.parametrize(("config", "page_size"), [*cases(CONFIGS)])
+def test_prefill(config: PrefillConfig, page_size: int | None, is_adverse: bool) -> None:
+    """Schedule and seed depend on the kernel, so that the kernels together see many of both."""
+    seed = CONFIGS.index(config)
+    schedule = ADVERSE[seed % len(ADVERSE)] if is_adverse else "eager"
+    check(config, page_size, heads=2, kv_heads=1, schedule=schedule, seed=seed)
+
+
+# Around tiles of 64 and 128 rows and of 128 keys; requests without queries or keys, and rows without keys.
+Q_LENS, KV_LENS = [257, 0, 128, 65, 3, 129, 1], [385, 3, 256, 0, 129, 127, 128]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("mask", "page_size"),
+    [(CAUSAL, 16), (window(70), None), (chunked(64), 16), (FULL, 16)],
+    ids=lambda value: value.kind.value if isinstance(value, Mask) else None,
+)
+def test_counts_of_keys_are_those_of_hopper(mask: Mask, page_size: int | None) -> None:
+    """With equal keys and one-hot values, a row's output counts its visible keys. Both architectures divide equal
+    integers.
+    """
+    data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+    for k, v in zip(data.k, data.v, strict=True):
+        k.zero_()
+        v.zero_()
+        index = torch.arange(v.shape[0])
+        v[index, :, index % 128] = 1.0
+    expected, outs, sums = data.expected(mask), [], []
+    for arch in ("sm_90a", "sm_100a"):
+        lse = data.ragged_lse()
+        with emulator.use(arch):
+            out = execute(data.problem(page_size, mask, lse=lse))
+        expected.check(out)
+        expected.check_lse(lse.tensor)
+        outs.append(out)
+        sums.append(lse.tensor)
+    assert torch.equal(*outs)
+    assert torch.equal(*sums)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("key", [4, 9])
+def test_a_key_that_is_not_a_number_shows(arch: str, key: int) -> None:
+    """The NaN shows in all rows that see the key and in no other, for both the MUFU and polynomial exponentials."""
+    data = Batch([130], [130], heads=1, kv_heads=1, device="cpu")
+    data.k[0][key, 0, 3] = float("nan")
+    with emulator.use(arch):
+        out = execute(data.problem(16, CAUSAL))
+    assert out.isfinite().all(dim=(1, 2))[:key].all()
+    assert not out.isfinite().any(dim=(1, 2))[key:].any()
+
+
+@pytest.mark.emulator
+def test_requests_alone_are_what_they_are_in_a_batch() -> None:
+    data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+    with emulator.use("sm_100a", schedule="random"):
+        together = execute(data.problem(16))
+        alone = [execute(data.request(index).problem(16)) for index in range(data.size)]
+    assert not together.isnan().any()
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.emulator
+def test_order_of_pages_does_not_matter() -> None:
+    data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+    key, value, table = data.pages(16, order=1)
+    with emulator.use("sm_100a", schedule="random"):
+        same(data.problem(16), key=key, value=value, page_table=PageTable(table, table))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [
+        (context_entry.test_separate_page_ids, (16, "NHD")),
+        (context_entry.test_strides_of_query_and_output, ()),
+        (fmha_v2_entry.test_layouts, (dict(mask_mode="causal"), CAUSAL)),
+        (cudnn_entry.test_log_sum_exp, (False, True)),
+        (cudnn_entry.test_log_sum_exp, (True, False)),
+        (cudnn_entry.test_padding_of_the_log_sum_exp, (torch.int64,)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_entries(test: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    """The entries' tests for other architectures also hold: caches, strides, statistics, log-sum-exp."""
+    with emulator.use("sm_100a"):
+        test(*arguments, "cpu")
+
+
+@pytest.mark.slow_emulator
+@pytest.mark.parametrize(("config", "page_size"), [*cases(REST)])
+def test_other_configs(config: PrefillConfig, page_size: int | None) -> None:
+    seed = REST.index(config)
+    for schedule in ("eager", ADVERSE[seed % len(ADVERSE)]):
+        check(config, page_size, heads=2, kv_heads=1, schedule=schedule, seed=seed)
