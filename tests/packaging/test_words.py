@@ -38,6 +38,12 @@ def pages() -> list[str]:
     return sorted(str(page.relative_to(ROOT)) for page in found)
 
 
+def settings() -> list[str]:
+    """Return the files of settings and scripts, whose comments begin with ``#``."""
+    found = [*ROOT.glob("*.toml"), *(ROOT / "tests").rglob("*.toml"), ROOT / ".ci" / "run"]
+    return sorted(str(file.relative_to(ROOT)) for file in found)
+
+
 def banned(text: str) -> list[str]:
     """Return the banned phrases of a text, each with the words after it; code is skipped."""
     prose = " ".join(CODE.sub("`code`", text).split())
@@ -124,6 +130,19 @@ def test_docstrings_and_comments_are_in_plain_english(folder: str) -> None:
         for phrase in banned(text)
     }
     assert sorted(found) == []
+
+
+def test_every_folder_with_sources_is_looked_at() -> None:
+    """Build outputs and ignored folders begin with a dot, or do not have our sources."""
+    files = [file.relative_to(ROOT) for file in ROOT.glob("*/**/*.py")]
+    folders = {file.parts[0] for file in files if not file.parts[0].startswith(".")}
+    assert folders - {"build", "shared"} <= set(FOLDERS)
+    assert {"api/integrations", "tests/clients", "tests/helpers/batches"} <= {str(file.parent) for file in files}
+
+
+@pytest.mark.parametrize("file", settings())
+def test_comments_of_settings_are_in_plain_english(file: str) -> None:
+    assert banned("\n".join(re.findall(r"(?:^|\s)#\s(.*)", (ROOT / file).read_text()))) == []
 
 
 def test_the_glossary_is_short_and_has_each_word_once() -> None:
