@@ -19,6 +19,7 @@ from hopwell.version import __version__  # noqa: E402
 if TYPE_CHECKING:
     from hopwell._calls.switches import batch_invariant
     from hopwell._checks.device_data import check_device_data
+    from hopwell._warm_up.warm import warm_up
     from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
     from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
     from hopwell.page import (
@@ -52,11 +53,13 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_fmha_v2_prefill",
+    "warm_up",
     "xqa_batch_decode_with_kv_cache",
 ]
 _HOMES = {
     "_checks.device_data": ("check_device_data",),
     "_calls.switches": ("batch_invariant",),
+    "_warm_up.warm": ("warm_up",),
     "decode": ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"),
     "mla": ("trtllm_batch_decode_with_kv_cache_mla",),
     "page": (

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import sys
 from collections.abc import Sequence
 
-from hopwell.kernels import hardware, support
-
-MAX_JOBS = 1024  # processes; each takes hundreds of megabytes
+from hopwell._commands import kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,8 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
-    if options.run is _cache and options.stale and not options.clear:
-        parser.error("argument --stale: it says what --clear removes, which is not given")
+    if hasattr(options, "checked"):
+        kernels.check_options(options.checked, options)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hopwell").setLevel(logging.INFO)
     try:
@@ -41,29 +38,20 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
-    compile_.add_argument(
-        "--arch",
-        default=hardware.DEFAULT_ARCH,
-        choices=support.ARCHS,
-        help="architecture to compile for (default: %(default)s)",
-    )
-    compile_.add_argument(
-        "--prefill-types",
-        nargs="+",
-        choices=support.PREFILL_TYPES,
-        default=[support.TYPES_16BIT],
-        help="what prefill multiplies: 16bit, with all of decode, and MLA of 16-bit queries; fp8_kv, such queries over "
-        "e4m3 caches; fp8, e4m3 queries and caches, with MLA of these (default: 16bit)",
-    )
-    compile_.add_argument("--match", type=_pattern, default="", help="regular expression over kernel names")
-    compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")
+    kernels.add_options(compile_)
     compile_.add_argument("--list", action="store_true", help="print the names of these kernels, and compile nothing")
-    compile_.set_defaults(run=_compile)
+    compile_.set_defaults(run=kernels.compile_kernels, checked=compile_)
+
+    bundle = commands.add_parser("bundle", help="write compiled kernels into a folder for other machines; needs no GPU")
+    bundle.add_argument("folder", metavar="FOLDER", help="folder for HOPWELL_BUNDLE")
+    kernels.add_options(bundle)
+    bundle.set_defaults(run=kernels.write_bundle, checked=bundle)
 
     cache = commands.add_parser("cache", help="print what the cache of compiled kernels holds, or clear it")
-    cache.add_argument("--clear", action="store_true", help="remove all kernels, and the emulator's libraries")
-    cache.add_argument(
-        "--stale", action="store_true", help="with --clear: only kernels of other versions of hopwell or its toolchain"
+    removal = cache.add_mutually_exclusive_group()
+    removal.add_argument("--clear", action="store_true", help="remove all kernels, and the emulator's libraries")
+    removal.add_argument(
+        "--prune", action="store_true", help="remove the kernels of other versions of hopwell or its toolchain"
     )
     cache.set_defaults(run=_cache)
 
@@ -72,57 +60,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
-
-
-def _jobs(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= MAX_JOBS:
-        raise argparse.ArgumentTypeError(f"it must be from 1 to {MAX_JOBS}, got {text!r}")
-    return int(text)
-
-
 def _demo(options: argparse.Namespace) -> int:
     from hopwell._commands import demo
 
     return demo.run(options.device)
 
 
-def _compile(options: argparse.Namespace) -> int:
-    from hopwell.kernels.capability import shipped
-    from hopwell.kernels.jit import ahead
-
-    types = tuple(options.prefill_types)
-    configs = [c for c in shipped.kernels_to_ship(options.arch, types) if options.match.search(c.name)]
-    if not configs:
-        print(
-            f"no kernel for {options.arch} with --prefill-types {' '.join(types)} has a name that matches "
-            f"{options.match.pattern!r}",
-            file=sys.stderr,
-        )
-        return 1
-    if options.list:
-        print("\n".join(config.name for config in configs))
-    else:
-        ahead.compile_and_report(configs, options.jobs, lambda line: print(line, flush=True))
-    return 0
-
-
 def _cache(options: argparse.Namespace) -> int:
     from hopwell.kernels.jit import cache_contents, cache_folder
     from hopwell.kernels.jit.ahead import size
 
-    if options.clear:
-        print(f"removed {size(cache_contents.clear(options.stale))} from {cache_folder.root()}")
+    if options.clear or options.prune:
+        print(f"removed {size(cache_contents.clear(only_stale=options.prune))} from {cache_folder.root()}")
         return 0
     print(cache_folder.root())
     versions = cache_contents.versions()
     for title, chosen in (
         ("this version of hopwell and its toolchain", [version for version in versions if not version.is_stale]),
-        ("other versions (--clear --stale removes them)", [version for version in versions if version.is_stale]),
+        ("other versions (--prune removes them)", [version for version in versions if version.is_stale]),
     ):
         kernels, octets = sum(version.kernels for version in chosen), sum(version.octets for version in chosen)
         print(f"  {title}: {kernels} kernels, {size(octets)}")

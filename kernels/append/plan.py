@@ -12,7 +12,7 @@ import tvm_ffi
 from hopwell.kernels import registry, support
 from hopwell.kernels.append.config import AppendAddresses, AppendProblem
 from hopwell.kernels.launch.arguments import address_of, named_tuple
-from hopwell.kernels.launch.plan import bind, device_anchor, emulated_memory
+from hopwell.kernels.launch.plan import bind, collected, device_anchor, emulated_memory
 from hopwell.kernels.problem import Family
 
 # Tensors whose addresses are AppendAddresses, with the same names.
@@ -31,7 +31,7 @@ class AppendPlan:
         self.config = made.resolve(problem, arch)
         # Whether later calls may reuse the plan after comparing only tensors; the emulator also has settings.
         self.repeatable = device.type == "cuda"
-        self.has_work = problem.key.shape[0] > 0
+        self.has_work = problem.key.shape[0] > 0 and not collected(self.config)
         if self.has_work:
             self.function = bind(self.config, device)
             self.constants: tuple[Any, ...] = (

@@ -12,7 +12,7 @@ from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.prefill import MASKS, PrefillConfig
 from hopwell.kernels.problem import Family
 from hopwell.kernels.registry import Buildable
-from hopwell.kernels.support import PREFILL_TYPES, TYPES_16BIT, TYPES_FP8, TYPES_FP8_KV
+from hopwell.kernels.support import TYPES_16BIT, TYPES_FP8, TYPES_FP8_KV
 
 
 def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) -> Iterator[Buildable]:
@@ -28,14 +28,6 @@ def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) 
         yield from _eight_bit_configs(arch, [(dtype, dtype) for dtype in DTYPES.values()], kv_type=KvType.E4M3)
     if TYPES_FP8 in prefill_types:
         yield from _eight_bit_configs(arch, [("e4m3", out) for out in QUERY_DTYPES.values()])
-
-
-def command_for(kernel: Buildable) -> str | None:
-    """Return the command line that compiles ``kernel`` ahead, or None if there is none."""
-    for types in PREFILL_TYPES:
-        if any(config.name == kernel.name for config in kernels_to_ship(kernel.arch, (types,))):
-            return f"python -m hopwell compile --arch {kernel.arch} --prefill-types {types}"
-    return None
 
 
 def _eight_bit_configs(arch: str, dtypes: list[tuple[str, str]], **types: Any) -> Iterator[PrefillConfig]:

@@ -33,6 +33,17 @@ def root() -> pathlib.Path:
     return pathlib.Path(os.environ.get("HOPWELL_CACHE_DIR") or platformdirs.user_cache_dir("hopwell")).expanduser()
 
 
+def bundle() -> pathlib.Path | None:
+    """Return HOPWELL_BUNDLE, a folder of kernels that is only read, or None if it is unset."""
+    value = os.environ.get("HOPWELL_BUNDLE")
+    if not value:
+        return None
+    folder = pathlib.Path(value).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"HOPWELL_BUNDLE must be a folder that `python -m hopwell bundle` has written, got {value!r}")
+    return folder
+
+
 def make(folder: pathlib.Path) -> None:
     """Create a folder and its missing parents for this user only, independent of the umask.
 
@@ -51,15 +62,16 @@ def make(folder: pathlib.Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, "it is not a folder", str(folder))
 
 
-def check(path: pathlib.Path) -> None:
+def check(path: pathlib.Path, top: pathlib.Path | None = None) -> None:
     """Raise PermissionError if other users could have written files at ``path``.
 
-    The check covers the path, its direct contents, and its parents up to the root of the cache. Missing and
-    inaccessible files pass.
+    The check covers the path, its direct contents, and its parents up to ``top``, by default the root of the cache.
+    Missing and inaccessible files pass.
     """
     if settings.choice("HOPWELL_CACHE_TRUST", ("owner", "all"), "owner") == "all":
         return
-    top = root()
+    top = root() if top is None else top
+    variable = "HOPWELL_CACHE_DIR" if top == root() else "HOPWELL_BUNDLE"
     above = [folder for folder in path.parents if folder == top or top in folder.parents]
     inside = [*path.iterdir()] if os.path.isdir(path) and os.access(path, os.R_OK) else []
     for one in (*above, path, *inside):
@@ -75,7 +87,7 @@ def check(path: pathlib.Path) -> None:
         else:
             continue
         raise PermissionError(
-            f"{one} {wrong}, and hopwell loads native code from there: {mend}, or set HOPWELL_CACHE_DIR to a folder of "
+            f"{one} {wrong}, and hopwell loads native code from there: {mend}, or set {variable} to a folder of "
             "your own. HOPWELL_CACHE_TRUST=all loads it nevertheless"
         )
 

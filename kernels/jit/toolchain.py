@@ -7,6 +7,7 @@ tens of milliseconds for the first file of a process.
 Environment:
     HOPWELL_CACHE_DIR   folder of compiled kernels; default: the user's cache directory (see cache_folder)
     HOPWELL_CACHE_TRUST whose compiled kernels are loaded: ``owner`` (the user's own and root's, the default) or ``all``
+    HOPWELL_BUNDLE      folder of ``python -m hopwell bundle``, for kernels that the cache does not have; only read
     HOPWELL_JIT=forbid  raise instead of compiling, for deployments that compile ahead (``python -m hopwell compile``)
 """
 
@@ -78,9 +79,14 @@ class Artifact:
             return False
 
 
+def version() -> str:
+    """Return the name of the folders with the kernels of this version of the sources and the toolchain."""
+    return fingerprint.IMPORTED[:16]
+
+
 def cache_dir() -> pathlib.Path:
     """Return the directory of compiled kernels for this version of the sources and the toolchain."""
-    return cache_folder.root() / fingerprint.IMPORTED[:16]
+    return cache_folder.root() / version()
 
 
 _functions: dict[str, Callable[..., None]] = {}
@@ -104,12 +110,25 @@ def function(config: Buildable) -> Callable[..., None]:
 def compile_ahead(configs: Iterable[Buildable], jobs: int | None = None) -> Iterator[Artifact]:
     """Compile the kernels that are not on disk, in ``jobs`` processes (default: one for each CPU); no GPU needed.
 
-    Yields each kernel as soon as it is compiled.
+    Yields each kernel as soon as it is compiled. One process is this process; more than one are spawned.
     """
+    if jobs == 1:
+        yield from map(artifact, configs)
+        return
     spawn = multiprocessing.get_context("spawn")  # forked children of a process that has used CUDA cannot use it
     with concurrent.futures.ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=spawn) as pool:
         for done in concurrent.futures.as_completed([pool.submit(artifact, config) for config in configs]):
             yield done.result()
+
+
+def stored(config: Buildable) -> Artifact | None:
+    """Return the compiled kernel in the cache or else in the bundle; None if neither has it undamaged."""
+    for root in filter(None, (cache_folder.root(), cache_folder.bundle())):
+        found = Artifact(root / version() / config.name)
+        cache_folder.check(found.path, root)
+        if found.is_sound():
+            return found
+    return None
 
 
 def artifact(config: Buildable) -> Artifact:
@@ -117,16 +136,13 @@ def artifact(config: Buildable) -> Artifact:
 
     If several processes need the same kernel at once, the first compiles it and the others wait.
     """
-    found = Artifact(cache_dir() / config.name)
     forbidden = settings.choice("HOPWELL_JIT", ("allow", "forbid"), "allow") == "forbid"
-    cache_folder.check(found.path)
-    if found.is_sound():
+    found = stored(config)
+    if found is not None:
         return found
+    found = Artifact(cache_dir() / config.name)
     if forbidden:
-        raise RuntimeError(
-            f"kernel {config.name} is not in {found.path.parent} and HOPWELL_JIT=forbid; {_advice(config)}, or unset "
-            "HOPWELL_JIT"
-        )
+        raise RuntimeError(_missing(config))
     with cache_folder.writing(found.path.parent):
         cache_folder.make(found.path.parent)
         with _lock, cache_folder.lock(found.path):
@@ -135,16 +151,19 @@ def artifact(config: Buildable) -> Artifact:
     return found
 
 
-def _advice(config: Buildable) -> str:
-    from hopwell.kernels.capability import shipped
+def _missing(config: Buildable) -> str:
+    """Return the message for a kernel that must not be compiled, with the command that compiles it."""
+    from hopwell.kernels.capability import kernel_texts
 
-    command = shipped.command_for(config)
-    if command is None:
-        return (
-            "`python -m hopwell compile` does not compile it: make the call once with this HOPWELL_CACHE_DIR and "
-            "HOPWELL_JIT=allow"
-        )
-    return f"compile it ahead with `{command}`"
+    bundle = cache_folder.bundle()
+    places = [str(cache_dir())]
+    if bundle is not None:
+        other = "" if (bundle / version()).is_dir() else ", which has kernels of other versions only"
+        places.append(f"the bundle {bundle}{other}")
+    return (
+        f"kernel {config.name} is not in {' or in '.join(places)}, and HOPWELL_JIT=forbid; compile it with "
+        f"`HOPWELL_JIT=allow python -m hopwell compile --kernel {kernel_texts.text_of(config)}`, or unset HOPWELL_JIT"
+    )
 
 
 def _compile(config: Buildable, target: Artifact) -> None:

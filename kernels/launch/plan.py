@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import math
@@ -25,7 +26,31 @@ from hopwell.kernels.registry import Buildable
 if TYPE_CHECKING:
     from hopwell.emulator import Span
 
+_planned: contextvars.ContextVar[dict[str, Buildable] | None] = contextvars.ContextVar("hopwell_planned", default=None)
+
 RESULTS = ("out", "lse", "statistics", "skipped", "out_scales", "scratch")
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[dict[str, Buildable]]:
+    """Collect the kernels of the calls inside the block, by name. Nothing is compiled or launched.
+
+    Calls that repeat an earlier call are launched nevertheless, so a caller forgets those first.
+    """
+    kernels: dict[str, Buildable] = {}
+    token = _planned.set(kernels)
+    try:
+        yield kernels
+    finally:
+        _planned.reset(token)
+
+
+def collected(config: Buildable) -> bool:
+    """Return whether the calls only collect their kernels, and add ``config`` to these."""
+    kernels = _planned.get()
+    if kernels is not None:
+        kernels[config.name] = config
+    return kernels is not None
 
 
 class Plan:
@@ -37,7 +62,7 @@ class Plan:
         made, config = registry.implementation(problem.family, arch), registry.resolve(problem, arch)
         target = support.target_of(query.device)
         self.config = config if config.target == target else replace(config, compiled_for=target)
-        self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
+        self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0 and not collected(self.config)
         # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
         self.repeatable = query.device.type == "cuda"
         self._options = (*made.numbers(problem), int(problem.programmatic_launch))

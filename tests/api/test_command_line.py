@@ -13,6 +13,7 @@ from helpers.host.fake_dsl import Compiler
 
 from hopwell.__main__ import main
 from hopwell.kernels.capability import shipped
+from hopwell.kernels.capability.kernel_texts import text_of
 from hopwell.kernels.jit import ahead, toolchain
 from hopwell.kernels.registry import shipped_configs
 
@@ -76,7 +77,7 @@ assert "torch" not in sys.modules
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     shown = capsys.readouterr().out
-    for command in ("demo", "compile", "cache", "support"):
+    for command in ("demo", "compile", "bundle", "cache", "support"):
         assert f"    {command} " in shown
 
 
@@ -110,13 +111,15 @@ def test_compile_announces_time_and_size_and_shows_progress(
     assert main(["compile", "--jobs", "2"]) == 0
     before, *progress, after = capsys.readouterr().out.splitlines()
     folder = toolchain.cache_dir()
-    assert before == f"3 kernels, 1 of them in {folder}; compiling 2 in 2 processes: about 7 min and 1.7 MB"
+    assert before == "3 kernels, 1 of them compiled; compiling 2 in 2 processes: about 7 min and 2.1 MB"
     assert progress == [
         f"[1/3] {configs[0].name}, 1 s left",
         f"[2/3] {configs[1].name}, 1 s left",
         f"[3/3] {configs[2].name}",
     ]
     assert after == f"3 kernels in {folder}, 1 s"
+    assert main(["compile"]) == 0
+    assert capsys.readouterr().out == "3 kernels, all of them compiled\n"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (9000, "2.5 h")])
@@ -152,13 +155,13 @@ class TestCache:
         place, ours, stale, emulated = capsys.readouterr().out.splitlines()
         assert place == str(root)
         assert ours.startswith("  this version of hopwell and its toolchain: 1 kernels, ")
-        assert stale.startswith("  other versions (--clear --stale removes them): 2 kernels, ")
+        assert stale.startswith("  other versions (--prune removes them): 2 kernels, ")
         assert emulated == "  the emulator: 1.0 MB"
         assert self.left(root) == before
 
-    def test_clear_stale(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_prune(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         before = self.left(root)
-        assert main(["cache", "--clear", "--stale"]) == 0
+        assert main(["cache", "--prune"]) == 0
         stale = "0" * 16
         assert self.left(root) == before - {stale, f"{stale}/one", f"{stale}/two"}
         assert str(root) in capsys.readouterr().out
@@ -173,8 +176,105 @@ class TestCache:
         assert main(["cache", "--clear"]) == 0
         assert "0 kernels, 0.0 MB" in capsys.readouterr().out
 
-    def test_stale_without_clear(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_one_removal_at_a_time(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
-            main(["cache", "--stale"])
+            main(["cache", "--clear", "--prune"])
         assert end.value.code == 2
-        assert "argument --stale: it says what --clear removes" in capsys.readouterr().err
+        assert "argument --prune: not allowed with argument --clear" in capsys.readouterr().err
+
+
+class TestSelection:
+    """Options that would be ignored are refused."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--page-size", "32"], "argument --page-size: it goes with --model, which is not given"),
+            (["--max-drafts", "0"], "argument --max-drafts: it goes with --model, which is not given"),
+            (["--model", "x", "--prefill-types", "fp8"], "argument --prefill-types: not allowed with argument --model"),
+            (["--kernel", "x", "--arch", "sm_90a"], "argument --arch: not allowed with argument --kernel"),
+            (["--kernel", "x", "--match", ""], "argument --match: not allowed with argument --kernel"),
+        ],
+    )
+    @pytest.mark.parametrize("command", [["compile"], ["bundle", "folder"]])
+    def test_excluded(
+        self, command: list[str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as end:
+            main([*command, *arguments])
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+
+    def test_a_missing_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["compile", "--model", "/no/such/config.json"]) == 1
+        assert capsys.readouterr().err == (
+            "hopwell: model must be a config.json or a folder with one, got '/no/such/config.json'\n"
+        )
+
+    def test_a_wrong_kernel(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["compile", "--kernel", "x:y=z"]) == 1
+        assert "hopwell: kernel 'x:y=z': the type must be one of" in capsys.readouterr().err
+
+
+class TestBundle:
+    def test_the_cache(self, compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A bundle of all kernels of the cache serves a machine with an empty cache, and it must not compile."""
+        configs = list(shipped_configs())[:3]
+        for config in configs[:2]:
+            toolchain.artifact(config)
+        folder = tmp_path / "bundle"
+        for _ in range(2):  # the second time, the bundle has them
+            assert main(["bundle", str(folder)]) == 0
+            assert capsys.readouterr().out == f"2 kernels in {folder}, 0.0 MB; HOPWELL_BUNDLE={folder} uses them\n"
+        assert all(path.stat().st_mode & 0o444 == 0o444 for path in folder.rglob("*"))
+        assert not any(path.stat().st_mode & 0o022 for path in folder.rglob("*"))
+
+    def test_use(self, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        configs = list(shipped_configs())[:2]
+        toolchain.artifact(configs[0])
+        folder = tmp_path / "bundle"
+        assert main(["bundle", str(folder)]) == 0
+        monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / "empty"))
+        monkeypatch.setenv("HOPWELL_JIT", "forbid")
+        with pytest.raises(RuntimeError, match="HOPWELL_JIT=forbid"):
+            toolchain.artifact(configs[0])
+        monkeypatch.setenv("HOPWELL_BUNDLE", str(folder))
+        found = toolchain.artifact(configs[0])
+        assert folder in found.path.parents
+        assert found.is_sound()
+        assert not (tmp_path / "empty").exists()
+        with pytest.raises(RuntimeError, match=f"or in the bundle {folder}, and HOPWELL_JIT=forbid"):
+            toolchain.artifact(configs[1])
+        monkeypatch.setenv("HOPWELL_JIT", "allow")
+        assert tmp_path / "empty" in toolchain.artifact(configs[1]).path.parents, "a bundle is only read"
+        found.path.parent.chmod(0o777)
+        with pytest.raises(PermissionError, match=r"can be written by others.*HOPWELL_BUNDLE"):
+            toolchain.artifact(configs[0])
+
+    def test_other_versions(self, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / "bundle"
+        (folder / ("0" * 16)).mkdir(parents=True)
+        monkeypatch.setenv("HOPWELL_BUNDLE", str(folder))
+        monkeypatch.setenv("HOPWELL_JIT", "forbid")
+        with pytest.raises(RuntimeError, match=f"the bundle {folder}, which has kernels of other versions only"):
+            toolchain.artifact(next(shipped_configs()))
+
+    def test_a_missing_folder(self, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOPWELL_BUNDLE", str(tmp_path / "none"))
+        with pytest.raises(ValueError, match="HOPWELL_BUNDLE must be a folder that `python -m hopwell bundle`"):
+            toolchain.artifact(next(shipped_configs()))
+
+    def test_a_selection_is_compiled_first(
+        self, compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = next(shipped_configs())
+        other = toolchain.artifact(list(shipped_configs())[1]).path.name
+        assert main(["bundle", str(tmp_path / "bundle"), "--kernel", text_of(config)]) == 0
+        assert compiler.compiled == [other, config.name]
+        kernels = [path.name for path in (tmp_path / "bundle").glob("*/*")]
+        assert kernels == [config.name]
+        assert "1 kernels in" in capsys.readouterr().out
+
+    def test_an_empty_cache(self, compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["bundle", str(tmp_path / "bundle")]) == 1
+        assert "there are no kernels in" in capsys.readouterr().err

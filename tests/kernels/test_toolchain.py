@@ -41,7 +41,9 @@ from hopwell.kernels.jit.toolchain import (
     cache_dir,
     runtime_library,
 )
+from hopwell.kernels.problem import Family
 from hopwell.kernels.registry import shipped_configs
+from hopwell.kernels.support import PREFILL_TYPES
 
 FORK = multiprocessing.get_context("fork")  # children have the stand-in, and need no time to start
 CONFIGS = list(shipped_configs())[:3]
@@ -282,34 +284,28 @@ class TestForbid:
             assert str(cache_dir()) in message
             assert "HOPWELL_JIT=forbid" in message
             assert (
-                "compile it ahead with `python -m hopwell compile --arch sm_90a --prefill-types 16bit`, or" in message
+                "compile it with `HOPWELL_JIT=allow python -m hopwell compile --kernel PrefillConfig:arch=sm_90a,"
+                in message
             )
         assert compiler.compiled == []
         assert not cache_dir().exists(), "a read-only cache must do"
 
-    def test_kernels_that_no_command_compiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Page sizes that are not powers of two are compiled on demand."""
-        paged = next(config for config in shipped_configs() if "pages8" in config.name)
-        uneven = replace(paged, uneven_pages=True)
-        assert uneven.name.endswith("_uneven")
-        monkeypatch.setenv("HOPWELL_JIT", "forbid")
-        with pytest.raises(RuntimeError, match="`python -m hopwell compile` does not compile it: make the call once"):
-            artifact(uneven)
-
     @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-    @pytest.mark.parametrize("types", shipped.PREFILL_TYPES)
+    @pytest.mark.parametrize("types", PREFILL_TYPES)
     def test_the_advice_is_a_command(self, types: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The command compiles the missing kernel."""
-        *_, config = shipped.kernels_to_ship(arch, (types,))
-        monkeypatch.setenv("HOPWELL_JIT", "forbid")
-        with pytest.raises(RuntimeError) as caught:
-            artifact(config)
-        command = re.search("`python -m hopwell (.*)`", str(caught.value))
-        assert command is not None
-        asked: list[Any] = []
-        monkeypatch.setattr(toolchain, "compile_ahead", lambda configs, jobs: asked.extend(configs) or [])
-        assert main([*command[1].split(), "--match", f"^{config.name}$"]) == 0
-        assert [one.name for one in asked] == [config.name]
+        """The command compiles the missing kernel and no other, also if no plain ``compile`` makes it."""
+        *_, config = (c for c in shipped.kernels_to_ship(arch, (types,)) if c.family is Family.PREFILL)
+        for kernel in (config, replace(config, uneven_pages=True), replace(config, compiled_for="sm_90a")):
+            monkeypatch.setenv("HOPWELL_JIT", "forbid")
+            with pytest.raises(RuntimeError) as caught:
+                artifact(kernel)
+            command = re.search("`HOPWELL_JIT=allow python -m hopwell (.*)`", str(caught.value))
+            assert command is not None
+            monkeypatch.setenv("HOPWELL_JIT", "allow")
+            asked: list[Any] = []
+            monkeypatch.setattr(toolchain, "compile_ahead", lambda configs, jobs, to=asked: to.extend(configs) or [])
+            assert main(command[1].split()) == 0
+            assert asked == [kernel]
 
     def test_damaged_kernels_are_an_error(self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
         artifact(CONFIG).object_file.write_bytes(b"")
