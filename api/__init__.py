@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hopwell._calls.switches import batch_invariant
     from hopwell._checks.device_data import check_device_data
     from hopwell._warm_up.warm import warm_up
+    from hopwell.cascade import merge_states
     from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
     from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
     from hopwell.page import (
@@ -47,6 +48,7 @@ __all__ = [
     "cudnn_batch_prefill_with_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "merge_states",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "trtllm_batch_context_with_kv_cache",
@@ -60,6 +62,7 @@ _HOMES = {
     "_checks.device_data": ("check_device_data",),
     "_calls.switches": ("batch_invariant",),
     "_warm_up.warm": ("warm_up",),
+    "cascade": ("merge_states",),
     "decode": ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"),
     "mla": ("trtllm_batch_decode_with_kv_cache_mla",),
     "page": (
@@ -78,7 +81,19 @@ _HOMES = {
     "utils": ("FP4Tensor",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
-_SUBMODULES = ("cudnn", "decode", "emulator", "kernels", "layouts", "mla", "page", "prefill", "torch_ops", "utils")
+_SUBMODULES = (
+    "cascade",
+    "cudnn",
+    "decode",
+    "emulator",
+    "kernels",
+    "layouts",
+    "mla",
+    "page",
+    "prefill",
+    "torch_ops",
+    "utils",
+)
 
 
 def __getattr__(name: str) -> Any:

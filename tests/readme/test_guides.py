@@ -19,7 +19,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 # Modules that code of a guide imports.
-PUBLIC = {"torch", "os", "hopwell", "hopwell.layouts", "hopwell.mla", "hopwell.torch_ops"}
+PUBLIC = {
+    "torch",
+    "torch.distributed",
+    "os",
+    "hopwell",
+    "hopwell.layouts",
+    "hopwell.mla",
+    "hopwell.torch_ops",
+}
 
 
 def blocks(page: pathlib.Path) -> list[str]:
