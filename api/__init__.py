@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hopwell._warm_up.warm import warm_up
     from hopwell.cascade import merge_states
     from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+    from hopwell.integrations.flashinfer import install, uninstall
     from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
     from hopwell.page import (
         append_paged_kv_cache,
@@ -48,6 +49,7 @@ __all__ = [
     "cudnn_batch_prefill_with_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "install",
     "merge_states",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
@@ -55,6 +57,7 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_fmha_v2_prefill",
+    "uninstall",
     "warm_up",
     "xqa_batch_decode_with_kv_cache",
 ]
@@ -64,6 +67,7 @@ _HOMES = {
     "_warm_up.warm": ("warm_up",),
     "cascade": ("merge_states",),
     "decode": ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"),
+    "integrations.flashinfer": ("install", "uninstall"),
     "mla": ("trtllm_batch_decode_with_kv_cache_mla",),
     "page": (
         "append_paged_kv_cache",
