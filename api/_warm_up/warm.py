@@ -128,7 +128,7 @@ def kernels_of(
         query=query,
         dtype=query if query in checks.SIXTEEN_BIT else dtype,
         kv=_dtype("kv_dtype", kv_dtype, KV_DTYPES, query),
-        page_size=checks.host_int("page_size", page_size, 1, support.MAX_PAGE_SIZE),
+        page_size=checks.host_int("page_size", page_size, 1),
         drafts=checks.host_int("max_drafts", max_drafts),
         ranks=checks.host_int("context_parallel", context_parallel, 1),
         device=torch.device("cpu" if arch is not None else device or ("cuda" if torch.cuda.is_available() else "cpu")),

@@ -113,8 +113,8 @@ def _swap(old: object, new: object) -> list[str]:
     for module_name, module in list(sys.modules.items()):
         if module_name == __name__:
             continue
-        namespace = getattr(module, "__dict__", None)
-        held = [] if namespace is None else [key for key, value in list(namespace.items()) if value is old]
+        namespace: dict[str, object] = getattr(module, "__dict__", {})
+        held = [key for key, value in list(namespace.items()) if value is old]
         for key in held:
             namespace[key] = new
         places += [module_name] * bool(held)
@@ -125,7 +125,7 @@ def _replacement(original: Callable[..., Any], ours: Callable[..., Any]) -> Call
     """Return a function with the signature of ``original`` that calls ``ours``, or ``original`` if hopwell refuses."""
     signature = inspect.signature(original)
     theirs, known = signature.parameters, inspect.signature(ours).parameters
-    order = tuple(name for name, one in theirs.items() if one.kind in POSITIONAL)
+    names, order = frozenset(theirs), tuple(name for name, one in theirs.items() if one.kind in POSITIONAL)
     # Their default for each argument with another default in hopwell. Without a default, an argument must be given.
     defaults = {
         name: one.default
@@ -143,15 +143,15 @@ def _replacement(original: Callable[..., Any], ours: Callable[..., Any]) -> Call
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(order, args, strict=False))
-        if len(args) > len(order) or not given.keys().isdisjoint(kwargs) or not kwargs.keys() <= theirs.keys():
+        positional = dict(zip(order, args, strict=False))
+        if len(positional) < len(args) or not (names.issuperset(kwargs) and positional.keys().isdisjoint(kwargs)):
             return original(*args, **kwargs)  # which raises TypeError
-        given.update(kwargs)
+        given = {**defaults, **positional, **kwargs}
         for name, default in unknown.items():
             if name in given and not _same(given.pop(name), default):
                 return fall_back(f"hopwell has no argument {name}", *args, **kwargs)
         try:
-            return ours(**{**defaults, **given})
+            return ours(**given)
         except NotImplementedError as error:
             return fall_back(str(error), *args, **kwargs)
         except ValueError as error:

@@ -197,14 +197,11 @@ def test_refused_calls_run_in_flashinfer(
     assert reason in record.message
 
 
-def test_no_kernel(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NotImplementedError falls back under HOPWELL_CHECK=1 as well."""
+def test_calls_without_a_kernel(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fall back under HOPWELL_CHECK=1 as well, which finds mistakes of callers only."""
     monkeypatch.setattr(settings.CHECK, "given", True)
-    hopwell.install()
-    arguments = decode_arguments()
-    arguments["kv_cache"] = torch.zeros(1, 2, 2, 2048, 128, dtype=BF16)  # pages of more tokens than any kernel takes
-    arguments["block_tables"] = torch.zeros(2, 1, dtype=torch.int32)
-    assert library.engine.attention(**arguments) == "decoded by FlashInfer"
+    replaced = integration._replacement(lambda x: x + 1, lambda x: _raise(NotImplementedError("no kernel")))
+    assert replaced(2) == replaced(x=2) == 3
 
 
 def test_errors_of_both(library: Library) -> None:
