@@ -31,7 +31,10 @@ FOLDERS = {
     "perf": "hopwell/perf",
 }
 # Public functions that the support table does not list, because they launch no kernel of their own.
-WITHOUT_KERNELS = {"batch_invariant", "check_device_data", "get_batch_indices_positions", "get_seq_lens"}
+WITHOUT_KERNELS = {
+    *("batch_invariant", "check_device_data", "get_batch_indices_positions", "get_seq_lens"),
+    *("install", "merge_states", "uninstall", "warm_up"),
+}
 SHIPPED_SUFFIXES = (".py", ".c", ".h", ".map", ".typed")
 
 # Report of a process in the new environment on its hopwell.
