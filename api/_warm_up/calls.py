@@ -1,7 +1,8 @@
 """The calls that a serving engine makes of the entry points for one layer of a model.
 
 The tensors have the dtypes, head dims, page size and numbers of new tokens of real calls, and as few elements as
-possible. The entry points themselves choose the kernels, so no rule of that choice is repeated here.
+possible. Lengths, tables and scales are valid, so the calls also pass ``HOPWELL_CHECK=1``. The entry points themselves
+choose the kernels, so no rule of that choice is repeated here.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def _cache(layer: Layer, serving: Serving) -> tuple[Pair, Pair | None]:
 
     def pair(columns: int, dtype: torch.dtype) -> Pair:
         """Return tensors for K and V in which ``columns`` elements of a row take one place."""
-        key, value = (serving.empty(*of, dim // columns, dtype=dtype) for dim in (layer.head_dim, layer.v_head_dim))
+        dims = layer.head_dim // columns, layer.v_head_dim // columns
+        key, value = (torch.zeros(*of, dim, dtype=dtype, device=serving.device) for dim in dims)
         return key, value
 
     if serving.kv == torch.uint8:
@@ -197,7 +199,7 @@ def _with_workspace(serving: Serving, size: Callable[..., int], entry: Callable[
 
 
 def _rank(serving: Serving, lengths: torch.Tensor) -> dict[str, Any]:
-    return dict(cp_world=serving.ranks, cp_rank=0, causal_seqlens_kv_global=lengths, return_lse=True)
+    return dict(cp_world=serving.ranks, cp_rank=0, causal_seqlens_kv_global=lengths * serving.ranks, return_lse=True)
 
 
 def _append(layer: Layer, serving: Serving) -> Iterator[Call]:

@@ -16,7 +16,7 @@ from hopwell.__main__ import main
 from hopwell._warm_up.model import LatentLayer, Layer, read
 from hopwell.kernels import registry
 from hopwell.kernels.append import plan as append_plan
-from hopwell.kernels.jit import toolchain
+from hopwell.kernels.jit import settings, toolchain
 from hopwell.kernels.launch import plan
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -398,6 +398,27 @@ class TestArguments:
         assert lines[0] == "hopwell has no kernels for layers of type 'linear_attention'"
         assert lines[1].startswith("8 query heads, 2 KV heads, head_dim=64: no kernel for prefill of 1 tokens: ")
         Engine(config, torch.int8, 16).decode(1)
+
+    @pytest.mark.parametrize(
+        ("config", "given"),
+        [
+            (LLAMA, dict(context_parallel=2)),
+            (LLAMA, dict(kv_dtype="nvfp4")),
+            (GPT_OSS, dict(page_size=2)),
+            (DEEPSEEK, dict(context_parallel=3)),
+            ({**DEEPSEEK, "index_topk": 64}, {}),
+        ],
+    )
+    def test_calls_have_valid_device_data(
+        self, config: dict[str, Any], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The check of device data finds no fault, which would be reported as a call without a kernel."""
+        monkeypatch.setattr(settings.CHECK, "given", True)
+        monkeypatch.setattr(toolchain, "compile_ahead", lambda configs, jobs: [])
+        lines: list[str] = []
+        names = hopwell.warm_up(config, arch="sm_90a", max_drafts=3, say=lines.append, **given)
+        assert not [line for line in lines if "no kernel for" in line]
+        assert names
 
     def test_ranks_share_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """8 ranks have one query head and one KV head each, and no packed prefill kernel."""
