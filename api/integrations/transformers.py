@@ -1,0 +1,67 @@
+"""hopwell as an attention implementation of transformers 5.17 and later."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import modeling_flash_attention_utils as utils
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import flash_attention_mask
+
+from hopwell.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+__all__ = ["NAME", "register"]
+
+# Continuous batching takes names with "flash" in them, and decodes over pages for "flash" followed by 2 or 3.
+NAME = "hopwell_flash3"
+# transformers 5.17 calls an implementation by this name in continuous batching.
+PAGED = f"paged|{NAME}"
+
+
+def register() -> str:
+    """Add hopwell to the attention implementations of transformers. A second call changes nothing.
+
+    ``AttentionInterface`` and ``AttentionMaskInterface`` get transformers' own wrapper of FlashAttention, which unpads
+    batches, cuts static caches to their length and passes page tables. The wrapper imports the functions of an
+    implementation in ``modeling_flash_attention_utils._lazy_imports``, which has no registry. This function is replaced
+    by one that returns hopwell's functions for hopwell's name, and calls the original for all others.
+
+    Returns:
+        The name of the implementation, "hopwell_flash3", for ``attn_implementation``.
+
+    Raises:
+        RuntimeError: this transformers does not have the function.
+
+    >>> model = AutoModelForCausalLM.from_pretrained("...", attn_implementation=register())  # doctest: +SKIP
+    """
+    if not hasattr(utils, "_lazy_imports"):
+        raise RuntimeError(
+            f"transformers {transformers.__version__} does not have modeling_flash_attention_utils._lazy_imports, which "
+            "hopwell extends; tested versions are in docs/integrations.md"
+        )
+    if not hasattr(utils._lazy_imports, "hopwell_original"):
+        utils._lazy_imports = _extended(utils._lazy_imports)
+    transformers.AttentionInterface.register(NAME, flash_attention_forward)
+    transformers.AttentionMaskInterface.register(NAME, flash_attention_mask)
+    if hasattr(utils, "lazy_import_paged_flash_attention"):
+        from transformers.integrations.flash_paged import paged_attention_forward
+
+        transformers.AttentionInterface.register(PAGED, paged_attention_forward)
+    return NAME
+
+
+def _extended(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``original`` with hopwell's functions for hopwell's names."""
+
+    @functools.wraps(original)
+    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation not in (NAME, PAGED):
+            return original(implementation, *args, **kwargs)
+        functions = flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        return (*functions, utils._pad_input, utils._unpad_input)
+
+    lazy_imports.hopwell_original = original  # type: ignore[attr-defined]
+    return lazy_imports
