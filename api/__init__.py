@@ -90,6 +90,7 @@ _SUBMODULES = (
     "cudnn",
     "decode",
     "emulator",
+    "flash_attn",
     "kernels",
     "layouts",
     "mla",

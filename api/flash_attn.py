@@ -73,7 +73,8 @@ def flash_attn_func(
         num_splits: not used: hopwell splits the keys of a request in a way that depends on the request alone.
         pack_gqa: not used: hopwell chooses.
         sm_margin: not used.
-        s_aux: float32 or bfloat16 [heads]: the natural, unscaled logit of one more key per head, which has no value.
+        s_aux: float32, bfloat16 or float16 [heads]: the natural, unscaled logit of one more key per head, without a
+            value.
         return_softmax_lse: return (output, log-sum-exp).
         out: [batch, seqlen_q, heads, V head_dim] to write into; None allocates.
 
@@ -148,7 +149,7 @@ def flash_attn_varlen_func(
 ) -> Results:
     """Compute attention of requests with different lengths, over ragged K and V or over a paged KV cache.
 
-    Arguments that are not listed are those of :func:`flash_attn_func`.
+    "As there" refers to :func:`flash_attn_func`.
 
     Args:
         q: [tokens, heads, head_dim], request after request.
@@ -161,11 +162,29 @@ def flash_attn_varlen_func(
         max_seqlen_q: upper bound of the queries of a request. 1 selects the decode kernels, which compute one query of
             each request. A tensor is not read: the number of tokens takes its place.
         max_seqlen_k: upper bound of the keys of a request. It never changes a result. Required without ``block_table``.
+        dropout_p: must be 0.
+        softmax_scale: as there.
+        causal: as there.
+        window_size: as there.
+        softcap: as there; must be 0 with ``block_table``.
+        alibi_slopes: must be None.
+        deterministic: as there.
+        return_attn_probs: as there.
         block_table: int32 or int64 page ids [batch, pages_per_request]. Entries past the last page of a request are not
-            read. Excludes ``softcap``.
+            read.
         seqused_q: must be None.
         seqused_k: int32 or int64 [batch], the keys of each request that count. Without ``block_table`` it excludes a
             window, ``softcap`` and ``s_aux``.
+        qv: must be None.
+        q_descale: as there.
+        k_descale: as there; also for a float8_e4m3fn cache with 16-bit q.
+        v_descale: the same for v.
+        attention_chunk: must be 0.
+        num_splits: not used.
+        pack_gqa: not used.
+        sm_margin: not used.
+        s_aux: as there.
+        return_softmax_lse: as there.
         out: [tokens, heads, V head_dim] to write into; None allocates.
 
     Returns:
@@ -253,7 +272,7 @@ def flash_attn_with_kvcache(
     """Write new keys and values into a KV cache, if given, and compute attention of q over the cache.
 
     Causal calls with up to 64 rows (query heads of a KV head times queries) run decode kernels, which split the keys of
-    long requests; all others run prefill kernels. Arguments that are not listed are those of :func:`flash_attn_func`.
+    long requests; all others run prefill kernels. "As there" refers to :func:`flash_attn_func`.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim]; with ``cu_seqlens_q`` [tokens, heads, head_dim].
@@ -266,7 +285,8 @@ def flash_attn_with_kvcache(
             takes k / ``k_descale``. Tokens without a place in the cache, and tokens at negative positions, are not
             written.
         v: the same.
-        rotary_cos: must be None, like ``rotary_sin`` and ``rotary_seqlens``.
+        rotary_cos: must be None: rotate q and k before the call.
+        rotary_sin: must be None.
         cache_seqlens: int32 or int64 [batch], or one int: the keys of each request in the cache, without ``k``. None
             means the whole capacity of a contiguous cache without ``k``.
         cache_batch_idx: int32 or int64 [batch], the request of the contiguous cache that belongs to each request of q;
@@ -274,14 +294,29 @@ def flash_attn_with_kvcache(
         cache_leftpad: must be None.
         block_table: int32 or int64 page ids [batch, pages_per_request]. Entries past the last page of a request are not
             read.
-        softcap: must be 0: no kernel over a cache has it.
+        softmax_scale: as there.
+        causal: as there.
+        window_size: as there.
+        softcap: must be 0: hopwell has no kernel for it over a cache.
         rotary_interleaved: not used without ``rotary_cos``.
+        alibi_slopes: must be None.
+        num_splits: not used.
+        return_softmax_lse: as there.
+        qv: must be None.
         page_table: another name of ``block_table``.
         cu_seqlens_q: int32 or int64 [batch + 1], the first query of each request.
         cu_seqlens_k_new: the same for ``k``.
         max_seqlen_q: with ``cu_seqlens_q``, an upper bound of the queries of a request. A tensor is not read: the
             number of tokens takes its place. Not used without ``cu_seqlens_q``.
+        rotary_seqlens: must be None.
+        q_descale: as there.
+        k_descale: as there; also for a float8_e4m3fn cache with 16-bit q.
+        v_descale: the same for v.
+        attention_chunk: must be 0.
         scheduler_metadata: not used.
+        pack_gqa: not used.
+        sm_margin: not used.
+        s_aux: as there.
         out: in the shape of q, with V's head_dim, to write into; None allocates.
 
     Returns:

@@ -58,6 +58,9 @@ def attention(
 ) -> Attention:
     """Check the arguments that all functions share. ``others`` are the other fields of :class:`Attention`."""
     checks.main_tensor("q", q)
+    sinks = others["sinks"]
+    if isinstance(sinks, torch.Tensor) and sinks.dtype == torch.float16:
+        others["sinks"] = sinks.float()
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else checks.host_float("softmax_scale", softmax_scale)
     if not scale > 0:
         raise ValueError(f"softmax_scale must be positive, got {scale}")
@@ -172,7 +175,8 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: Attention) -> tu
     batch, q_len, k_len, on = q.shape[0], q.shape[1], k.shape[1], q.device
     tokens, starts_q, given = q.flatten(0, 1), multiples(q_len, batch, on), a.out
     if given is not None:
-        checks.output("out", given, (*q.shape[:3], v.shape[3]), given.dtype, on)
+        names, sizes = ("batch", "seqlen", "heads", "head_dim"), (*q.shape[:3], v.shape[3])
+        checks.shape("out", checks.tensor("out", given), *zip(names, sizes, strict=True))
         a = a._replace(out=given.flatten(0, 1) if _distance(given) == q_len else None)
     if not _is_plain(a):
         starts_k = multiples(k_len, batch, on)

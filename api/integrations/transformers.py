@@ -39,8 +39,8 @@ def register() -> str:
     """
     if not hasattr(utils, "_lazy_imports"):
         raise RuntimeError(
-            f"transformers {transformers.__version__} does not have modeling_flash_attention_utils._lazy_imports, which "
-            "hopwell extends; tested versions are in docs/integrations.md"
+            f"transformers {transformers.__version__} does not have modeling_flash_attention_utils._lazy_imports, "
+            "which hopwell extends; docs/integrations.md lists the tested versions"
         )
     if not hasattr(utils._lazy_imports, "hopwell_original"):
         utils._lazy_imports = _extended(utils._lazy_imports)
