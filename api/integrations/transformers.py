@@ -47,10 +47,21 @@ def register() -> str:
     transformers.AttentionInterface.register(NAME, flash_attention_forward)
     transformers.AttentionMaskInterface.register(NAME, flash_attention_mask)
     if hasattr(utils, "lazy_import_paged_flash_attention"):
-        from transformers.integrations.flash_paged import paged_attention_forward
-
-        transformers.AttentionInterface.register(PAGED, paged_attention_forward)
+        transformers.AttentionInterface.register(PAGED, _paged_forward)
     return NAME
+
+
+def _paged_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the function of transformers 5.17 for continuous batching with FlashAttention.
+
+    That function takes the window from the module, and computes full attention for models that only pass it as an
+    argument, such as Mistral.
+    """
+    from transformers.integrations.flash_paged import paged_attention_forward
+
+    if kwargs.get("sliding_window") is not None and not hasattr(module, "sliding_window"):
+        module.sliding_window = kwargs["sliding_window"]
+    return paged_attention_forward(module, *args, **kwargs)
 
 
 def _extended(original: Callable[..., Any]) -> Callable[..., Any]:

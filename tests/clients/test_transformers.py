@@ -55,9 +55,11 @@ def model_of(name: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, 0, 0.3)
+    if getattr(model, "_compatible_flash_implementations", None):
+        model._compatible_flash_implementations = [integration.NAME]
+    for key, parameter in model.named_parameters():
+        if parameter.dim() > 1 or key.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 0, 2.0 if key.endswith("sinks") else 0.3)
     return model
 
 
