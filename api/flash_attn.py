@@ -221,13 +221,16 @@ def flash_attn_varlen_func(
         return_lse=checks.flag("return_softmax_lse", return_softmax_lse) or returns,
         out=out,
     )
-    if cu_seqlens_k is None and (block_table is None or seqused_k is None):
-        raise ValueError("cu_seqlens_k must be given, except with block_table and seqused_k, got None")
-    if block_table is None:
-        max_k = calls.bound("max_seqlen_k", max_seqlen_k, k.shape[0])
-        found = calls.ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_q, max_k, attention)
-        return calls.results(*found, returns)
-    lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    if cu_seqlens_k is None:
+        if block_table is None or seqused_k is None:
+            raise ValueError("cu_seqlens_k must be given, except with block_table and seqused_k, got None")
+        lens = seqused_k
+    else:
+        if block_table is None:
+            max_k = calls.bound("max_seqlen_k", max_seqlen_k, k.shape[0])
+            found = calls.ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_q, max_k, attention)
+            return calls.results(*found, returns)
+        lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     output, lse = calls.paged(q, calls.Cache(k, v, block_table, lens), cu_seqlens_q, max_q, attention)
     return calls.results(output, None if lse is None else lse.t().contiguous(), returns)
 

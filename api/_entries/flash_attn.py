@@ -264,7 +264,7 @@ def ragged(
         k_descale=(a.k_descale, None),
         v_descale=(a.v_descale, None),
     )
-    results = trtllm_fmha_v2_prefill(
+    results: Any = trtllm_fmha_v2_prefill(
         (q, k, v),
         "SEPARATE_Q_K_V",
         _nothing(q.device),
@@ -320,6 +320,7 @@ def paged(
     scales = [scale for scale in (a.q_descale, a.k_descale) if scale is not None]
     bmm1_scale = functools.reduce(torch.mul, scales) * a.scale if scales else a.scale
     bmm2_scale = 1.0 if a.v_descale is None else a.v_descale
+    results: Any
     (_, heads, dim), kv_heads, on = q.shape, k.shape[2], q.device
     few = a.causal and max_q * heads <= DECODE_ROWS * kv_heads
     if few and v.shape[3] == dim and _decodes(dim, q.dtype, k.dtype, support.arch_of(on)):

@@ -82,6 +82,7 @@ def _forward(
         "return_softmax_lse": True,
         "out": out,
     }
+    found: Any
     if cum_seq_q is None:
         refuse(
             "hopwell in PyTorch, for batches of equal lengths,",
@@ -89,15 +90,15 @@ def _forward(
             seqused_k=(seqused_k, None),
             block_table=(block_table, None),
         )
-        output, lse = flash_attn_func(query, key, value, **options)
+        found = flash_attn_func(query, key, value, **options)
     else:
         bounds = cum_seq_q, cum_seq_k, max_q, max_k
-        output, lse = flash_attn_varlen_func(
+        found = flash_attn_varlen_func(
             query, key, value, *bounds, **options, block_table=block_table, seqused_k=seqused_k
         )
     # Only dropout uses the last three.
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
-    return output, lse, seed, offset, query.new_empty(0)
+    return *found, seed, offset, query.new_empty(0)
 
 
 def _forward_into(out: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

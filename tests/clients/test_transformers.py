@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pathlib
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +172,14 @@ def test_continuous_batching_decodes_over_pages(counted: dict[str, list[Any]]) -
     assert apart < k.shape[0] or transformers.__version__.startswith("5.17.")
     for prompt in PROMPTS:
         check(model, prompt, tokens[tuple(prompt)])
+
+
+def test_the_lines_of_the_document(tmp_path: pathlib.Path) -> None:
+    model_of("Llama").save_pretrained(tmp_path)
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    lines = next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "AutoModel" in code)
+    exec(lines, names := {"path": tmp_path})
+    assert names["model"].config._attn_implementation == integration.NAME
 
 
 def test_other_implementations_are_left_alone() -> None:

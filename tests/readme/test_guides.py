@@ -17,6 +17,7 @@ from hopwell.kernels.jit import settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
+INTEGRATIONS = ROOT / "docs" / "integrations.md"  # its other blocks need other libraries; tests/clients runs them
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 # Modules that code of a guide imports.
 PUBLIC = {
@@ -66,6 +67,7 @@ def test_code_of_the_readme_and_of_guides_runs(monkeypatch: pytest.MonkeyPatch, 
     check_readme()
     for page in GUIDES:
         run(page)
+    exec(blocks(INTEGRATIONS)[0], {})
 
 
 @pytest.mark.gpu
