@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 from transformers import modeling_flash_attention_utils as utils
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -45,10 +46,31 @@ def register() -> str:
     if not hasattr(utils._lazy_imports, "hopwell_original"):
         utils._lazy_imports = _extended(utils._lazy_imports)
     transformers.AttentionInterface.register(NAME, flash_attention_forward)
-    transformers.AttentionMaskInterface.register(NAME, flash_attention_mask)
+    transformers.AttentionMaskInterface.register(NAME, _mask)
     if hasattr(utils, "lazy_import_paged_flash_attention"):
         transformers.AttentionInterface.register(PAGED, _paged_forward)
     return NAME
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    device: Any = None,
+    **others: Any,
+) -> torch.Tensor | None:
+    """Return FlashAttention's mask [batch_size, keys], and one for a static cache whose mask is missing.
+
+    transformers 5.18 to 5.23 drop masks without padding, by which the wrapper cuts static caches to their length.
+    """
+    keys = int(q_offset) + q_length - kv_offset
+    if attention_mask is None and keys < kv_length:
+        attention_mask = torch.ones(batch_size, keys, dtype=torch.bool, device=device)
+    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+    return flash_attention_mask(*sizes, attention_mask=attention_mask, device=device, **others)
 
 
 def _paged_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
