@@ -1,0 +1,276 @@
+"""The backend HOPWELL_MLA of vLLM: decode of DeepSeek models over a latent cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs as envs
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf, max_decode_query_len
+
+import hopwell
+from hopwell.integrations.vllm import capability
+from hopwell.integrations.vllm.capability import FP8, MLA_CACHE_DTYPES
+from hopwell.mla import mla_workspace_bytes
+
+
+def _query_dtype(dtype: torch.dtype, kv: torch.dtype) -> torch.dtype:
+    """Return the dtype of queries: e4m3 queries have a bfloat16 output, so float16 models keep theirs."""
+    return FP8 if kv is FP8 and dtype is torch.bfloat16 else dtype
+
+
+class HopwellMLABackend(MLACommonBackend):
+    """Multi-head latent attention of hopwell for vLLM, selected by ``--attention-backend HOPWELL_MLA``.
+
+    The answers to vLLM come from hopwell's support matrix for the device of the process.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(capability.DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(MLA_CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "HOPWELL_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[HopwellMLAImpl]:
+        return HopwellMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[HopwellMLAMetadataBuilder]:
+        return HopwellMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return list(capability.mla_block_sizes())
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        arch, dtype = capability.arch_of(), capability.DTYPES[0]
+        return arch is not None and capability.has_mla_decode(arch, head_size, dtype, dtype)
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: Any) -> bool:
+        return capability.arch_of(device_capability) is not None
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        arch = capability.arch_of(device_capability)
+        if arch is None or dtype not in capability.DTYPES or kv_cache_dtype not in (None, *MLA_CACHE_DTYPES):
+            return None  # vLLM has asked for each of them before
+        kv = capability.cache_dtype(kv_cache_dtype, dtype, MLA_CACHE_DTYPES)
+        rows = kv_cache_dtype == "fp8_ds_mla"
+        if capability.has_mla_decode(arch, head_size, _query_dtype(dtype, kv), kv, ds_mla=rows):
+            return None
+        return f"hopwell on {arch} has no kernel for head_size {head_size} with a {kv_cache_dtype} cache and {dtype}"
+
+
+@dataclass
+class HopwellMLADecodeMetadata(MLACommonDecodeMetadata):
+    """Metadata of the decodes of a batch.
+
+    Attributes:
+        query_start_loc: int32 [requests + 1].
+        max_query_len: upper bound of the new tokens of a request.
+        max_seq_len: upper bound of the keys of a request.
+        workspace: scratch of the MLA entry.
+    """
+
+    query_start_loc: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    workspace: torch.Tensor
+
+
+class HopwellMLAMetadata(MLACommonMetadata[HopwellMLADecodeMetadata]):
+    """Metadata of a batch."""
+
+
+class HopwellMLAMetadataBuilder(MLACommonMetadataBuilder[HopwellMLAMetadata]):
+    """Builds the metadata of batches. A CUDA graph of decodes replays any numbers of new tokens within its bound."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        super().__init__(
+            kv_cache_spec,
+            layer_names,
+            vllm_config,
+            device,
+            HopwellMLAMetadata,
+            supports_dcp_with_varlen=interleave == 1,
+        )
+        # Under DCP, lengths of this rank are computed from the lengths of all ranks in each step.
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
+        size = mla_workspace_bytes(
+            self.num_heads * self.dcp_world_size,
+            vllm_config.model_config.max_model_len + self.page_size,
+            self.reorder_batch_threshold,
+            self.mla_dims.kv_lora_rank,
+            device,
+        )
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=device)
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return None
+        return max_decode_query_len(vllm_config)
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+    ) -> HopwellMLADecodeMetadata:
+        return HopwellMLADecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_start_loc=query_start_loc_device,
+            max_query_len=max(max_query_len, 1),
+            max_seq_len=max_seq_len,
+            workspace=self.workspace,
+        )
+
+    def update_draft_decode_metadata(self, metadata: HopwellMLAMetadata) -> None:
+        """Do nothing: the metadata has the runner's own tensors."""
+
+
+class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
+    """A layer. vLLM's common parts do the prefill; the decode is one call of hopwell."""
+
+    can_return_lse_for_decode = True
+    supports_dcp = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        for name, value in (
+            ("alibi_slopes", alibi_slopes),
+            ("sliding_window", sliding_window),
+            ("logits_soft_cap", logits_soft_cap),
+        ):
+            if value:
+                raise NotImplementedError(f"HOPWELL_MLA does not support {name}, got {value}")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"HOPWELL_MLA supports decoder layers, got attn_type={attn_type}")
+        dtype = torch.get_default_dtype()
+        kv = capability.cache_dtype(kv_cache_dtype, dtype, MLA_CACHE_DTYPES)
+        self.supports_quant_query_input = _query_dtype(dtype, kv) is FP8
+        self.is_quantized = kv is FP8
+        if envs.VLLM_BATCH_INVARIANT:
+            hopwell.batch_invariant(True)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: HopwellMLAMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute the latent attention of the decodes of a batch.
+
+        Args:
+            q: [tokens, heads, kv_lora_rank + qk_rope_head_dim], or its two parts.
+            kv_c_and_k_pe_cache: [blocks, block_size, kv_lora_rank + qk_rope_head_dim], or rows of 656 bytes.
+            attn_metadata: of the batch.
+            layer: vLLM's layer, which has the scales of a quantized cache.
+
+        Returns:
+            The output [tokens, heads, kv_lora_rank], and the natural log-sum-exp [tokens, heads] with DCP.
+        """
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        decode = attn_metadata.decode
+        if decode is None:
+            raise ValueError("attn_metadata must have decodes, got none")
+        on_qk, on_output = self.scale, 1.0
+        if self.is_quantized:
+            on_qk, on_output = on_qk * layer._k_scale_float, layer._k_scale_float
+            if query.dtype is FP8:
+                on_qk *= layer._q_scale_float
+        one_token_each = decode.max_query_len == 1 and query.shape[0] == decode.seq_lens.shape[0]
+        others: dict[str, Any] = {}
+        if not one_token_each:
+            others = dict(cum_seq_lens_q=decode.query_start_loc, max_q_len=decode.max_query_len)
+        if self.need_to_return_lse_for_decode:
+            others |= dict(return_lse=True, return_lse_base="basee")
+            # A single new token sees all keys of this rank, whichever they are.
+            if decode.max_query_len > 1:
+                others |= dict(
+                    enable_dcp=True,
+                    cp_world=self.dcp_world_size,
+                    cp_rank=self.dcp_rank,
+                    causal_seqlens_kv_global=decode.dcp_tot_seq_lens,
+                )
+        result = hopwell.trtllm_batch_decode_with_kv_cache_mla(
+            query[:, None] if one_token_each else query,
+            kv_c_and_k_pe_cache,
+            decode.workspace,
+            self.qk_nope_head_dim,
+            self.kv_lora_rank,
+            self.qk_rope_head_dim,
+            decode.block_table,
+            decode.seq_lens,
+            decode.max_seq_len,
+            bmm1_scale=on_qk,
+            bmm2_scale=on_output,
+            **others,
+        )
+        out, lse = result if self.need_to_return_lse_for_decode else (result, None)
+        return (out.squeeze(1) if one_token_each else out), lse
