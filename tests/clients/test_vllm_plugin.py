@@ -22,23 +22,25 @@ from hopwell.integrations.vllm import caches, capability
 from hopwell.integrations.vllm.backend import HopwellBackend, HopwellMetadataBuilder
 from hopwell.integrations.vllm.mla import HopwellMLABackend
 from hopwell.integrations.vllm.mla_prefill import HopwellMLAPrefillBackend
+from hopwell.integrations.vllm.mla_sparse import HopwellMLASparseBackend
 from tests.clients.vllm_batches import HEADS, KV_HEADS
 
 pytestmark = pytest.mark.clients
 
 ARCHS = ("sm_90a", "sm_100a", "sm_120a")
-FIXED: dict[str, Any] = dict(use_mm_prefix=False, use_sparse=False, use_per_head_quant_scales=False)
+FIXED: dict[str, Any] = dict(use_mm_prefix=False, use_per_head_quant_scales=False)
 
 
-def reasons(backend: type = HopwellBackend, **given: Any) -> list[str]:
+def reasons(backend: Any = HopwellBackend, **given: Any) -> list[str]:
     """Return vLLM's reasons not to choose a backend."""
     usual: dict[str, Any] = dict(
         head_size=128,
         dtype=torch.bfloat16,
         kv_cache_dtype="auto",
         block_size=16,
-        use_mla=backend is HopwellMLABackend,
+        use_mla=backend.is_mla(),
         has_sink=False,
+        use_sparse=False,
         device_capability=None,
         attn_type="decoder",
     )
@@ -119,11 +121,10 @@ def calls_are_served(head_size: int, cache: str, page_size: int, sinks: torch.Te
 def test_configurations_agree_with_the_calls(cache: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOPWELL_EMULATE", arch)
     for head_size in (12, 32, 40, 64, 72, 80, 96, 128, 192, 256, 264, 512):
-        for page_size in (16, 24, 64, 1024):
+        for page_size in (6, 16, 24, 1056):
             for sinks in (None, torch.zeros(HEADS)):
                 given: dict[str, Any] = dict(head_size=head_size, block_size=page_size, has_sink=sinks is not None)
                 found = reasons(kv_cache_dtype=cache, **given)
-                # vLLM splits blocks of other sizes: 24 has none of hopwell's sizes as a part.
                 assert (not found) == calls_are_served(head_size, cache, page_size, sinks), (given, found)
 
 
@@ -153,6 +154,9 @@ def test_mla_configurations(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for cache in ("auto", "fp8", "fp8_ds_mla"):
         on = dict(use_batch_invariant=True, use_dcp=True, block_size=64)
         assert reasons(HopwellMLABackend, head_size=576, kv_cache_dtype=cache, **on) == []
+        assert reasons(HopwellMLASparseBackend, head_size=576, kv_cache_dtype=cache, use_sparse=True) == []
+    assert reasons(HopwellMLASparseBackend, head_size=512, use_sparse=True) == []
+    assert reasons(HopwellMLASparseBackend, head_size=576) == ["non-sparse not supported"]
     assert reasons(HopwellMLABackend, head_size=320) == []
     assert reasons(HopwellMLABackend, head_size=320, kv_cache_dtype="fp8_ds_mla")
     assert reasons(HopwellMLABackend, head_size=128)

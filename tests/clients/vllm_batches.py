@@ -42,6 +42,7 @@ class Batch:
     soft_cap: float = 0.0
     alibi: bool = False
     dtype: torch.dtype = torch.bfloat16
+    reads_new_tokens: bool = True  # from the cache; a mixed batch under DCP has them as they are
     requests: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,6 +176,8 @@ class Batch:
             seen = reference.visible(q, kv, Mask(kind, (self.window or 0) - 1), torch.device("cpu"))
             rows = query[int(self.starts[index]) : int(self.starts[index + 1])]
             key, value = self.stored(self.key[index], K_SCALE), self.stored(self.value[index], V_SCALE)
+            if not self.reads_new_tokens:
+                key[kv - q :], value[kv - q :] = self.key[index][kv - q :], self.value[index][kv - q :]
             score = Score.capped(self.soft_cap, has_slopes=self.alibi)
             results.append(reference.attention(rows, key, value, HEAD_SIZE**-0.5, seen, self.sink, score=score)[0])
         return torch.cat(results)

@@ -18,6 +18,7 @@ _PACKAGE = "hopwell.integrations.vllm"
 BACKENDS = {
     "HOPWELL": f"{_PACKAGE}.backend.HopwellBackend",
     "HOPWELL_MLA": f"{_PACKAGE}.mla.HopwellMLABackend",
+    "HOPWELL_MLA_SPARSE": f"{_PACKAGE}.mla_sparse.HopwellMLASparseBackend",
 }
 MLA_PREFILL_BACKENDS = {"HOPWELL": f"{_PACKAGE}.mla_prefill.HopwellMLAPrefillBackend"}
 

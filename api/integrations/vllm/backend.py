@@ -60,7 +60,7 @@ class HopwellBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         mode = getattr(kv_cache_spec, "kv_quant_mode", None)
-        return list(capability.block_sizes(NVFP4 if mode is not None and mode.is_nvfp4 else None))
+        return [MultipleOf(capability.NVFP4_TOKENS if mode is not None and mode.is_nvfp4 else 1)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -117,6 +117,8 @@ class HopwellBackend(AttentionBackend):
             return None  # vLLM has asked for each of them before
         kv = capability.cache_dtype(kv_cache_dtype, dtype)
         query = capability.query_dtype(dtype, kv)
+        if kv is NVFP4 and block_size is not None and block_size % capability.NVFP4_TOKENS:
+            return f"block_size must be a multiple of {capability.NVFP4_TOKENS} with an NVFP4 cache, got {block_size}"
         if capability.has_prefill(arch, head_size, query, kv, sinks=has_sink):
             return None
         return f"hopwell on {arch} has no kernel for head_size {head_size} with a {kv_cache_dtype} cache and {dtype}"

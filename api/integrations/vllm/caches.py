@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -83,16 +82,6 @@ def stacked(kv_cache: torch.Tensor, dtype: torch.dtype, head_size: int) -> torch
     return kv_cache.view(dtype).unflatten(-1, (2, head_size)).permute(0, 3, 1, 2, 4)
 
 
-@lru_cache(maxsize=8)
-def _all_blocks(blocks: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(blocks, dtype=torch.int32, device=device)[None]
-
-
-@lru_cache(maxsize=8)
-def _zeros(tokens: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(tokens, dtype=torch.int32, device=device)
-
-
 def write(
     cache: Cache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, k_scale: float, v_scale: float
 ) -> None:
@@ -106,24 +95,18 @@ def write(
         k_scale: divisor of keys.
         v_scale: divisor of values.
     """
-    tokens = slots.shape[0]
-    # The cache as one request that has all blocks in order: a token's slot is its position.
-    table = _all_blocks(cache.data[0].shape[0], slots.device)
-    owner = _zeros(1 << max(tokens - 1, 0).bit_length(), slots.device)[:tokens]
 
     def append(scales: Pair | None, layout: str) -> None:
-        hopwell.append_paged_kv_cache(
-            key[:tokens],
-            value[:tokens],
-            owner,
+        hopwell.append_paged_kv_cache_with_slot_mapping(
+            key,
+            value,
             slots,
             cache.data,
-            kv_layout="HND",
+            "HND",
             k_scale=k_scale,
             v_scale=v_scale,
             kv_cache_sf=scales,
             v_scale_layout=layout,
-            block_tables=table,
         )
 
     append(cache.linear, "linear")

@@ -30,7 +30,7 @@ MLA_CACHE_DTYPES: dict[str, torch.dtype | None] = {
 }
 DS_MLA_ROW = 656  # bytes of a row of fp8_ds_mla
 _APPEND_KINDS = {FP8: CacheType.E4M3, NVFP4: CacheType.NVFP4_INTERLEAVED}
-SMALLEST_BLOCK = 16  # vLLM's default block size; NVFP4 pages of fewer tokens are not aligned
+NVFP4_TOKENS = 4  # V's scales are in groups of this many tokens, and blocks are multiples of it
 
 
 def arch_of(capability: Any = None) -> str | None:
@@ -67,12 +67,11 @@ def has_prefill(
     *,
     mask: MaskKind = MaskKind.CAUSAL,
     sinks: bool = False,
-    page_size: int = SMALLEST_BLOCK,
 ) -> bool:
     """Return whether the context entry has kernels for these calls. They serve batches of every kind."""
     given: dict[str, Any] = dict(sinks=samples.SINKS) if sinks else {}
-    sizes: dict[str, Any] = dict(dims=(head_size, head_size), page_size=page_size)
-    return _has(support.CONTEXT, samples.prefill(query=query, kv=kv, mask=mask, **sizes, **given), arch)
+    dims = (head_size, head_size)
+    return _has(support.CONTEXT, samples.prefill(dims=dims, query=query, kv=kv, mask=mask, **given), arch)
 
 
 @functools.lru_cache(maxsize=256)
@@ -95,53 +94,26 @@ def has_biased_scores(
 
 
 @functools.lru_cache(maxsize=64)
-def has_append(arch: str, kv: torch.dtype, page_size: int = SMALLEST_BLOCK) -> bool:
-    """Return whether new tokens can be written into a cache of these blocks."""
-    kind = _APPEND_KINDS.get(kv, CacheType.WIDE)
-    return _has(support.APPEND, samples.append(kind=kind, page_size=page_size), arch)
+def has_append(arch: str, kv: torch.dtype) -> bool:
+    """Return whether new tokens can be written into a cache of this dtype."""
+    return _has(support.APPEND_SLOTS, samples.append(kind=_APPEND_KINDS.get(kv, CacheType.WIDE)), arch)
 
 
 @functools.lru_cache(maxsize=64)
 def has_mla_decode(
-    arch: str, head_size: int, query: torch.dtype, kv: torch.dtype, *, ds_mla: bool = False, page_size: int = 64
+    arch: str, head_size: int, query: torch.dtype, kv: torch.dtype, *, ds_mla: bool = False, sparse: bool = False
 ) -> bool:
     """Return whether the MLA entry has kernels for a latent row of ``head_size``, rotary part included."""
-    dims = next((dims for dims in support.MLA_HEAD_DIMS if dims[0] == head_size), None)
+    known = support.SPARSE_MLA_HEAD_DIMS if sparse else support.MLA_HEAD_DIMS
+    dims = next((dims for dims in known if dims[0] == head_size), None)
     # Rows of fp8_ds_mla have their rotary part in bfloat16.
     if dims is None or (ds_mla and (dims != support.FP8_DS_MLA_HEAD_DIMS or query is not torch.bfloat16)):
         return False
     row: dict[str, Any] = dict(row=DS_MLA_ROW) if ds_mla else {}
-    return _has(support.MLA, samples.mla(dims=dims, query=query, kv=kv, page_size=page_size, **row), arch)
+    return _has(support.MLA, samples.mla(dims=dims, query=query, kv=kv, sparse=sparse, **row), arch)
 
 
 @functools.lru_cache(maxsize=64)
 def has_ragged_prefill(arch: str, qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
     """Return whether the cuDNN entry has kernels for ragged K and V of these head dims."""
     return _has(support.CUDNN, samples.prefill(dims=(qk_dim, v_dim), query=dtype, lse=True), arch)
-
-
-def block_sizes(kv: torch.dtype | None = None) -> list[int]:
-    """Return the block sizes that caches may have: pages that append and prefill take."""
-    arch = arch_of()
-    if arch is None:
-        return []
-    dtype = kv or DTYPES[0]
-    head_size = support.COMMON_HEAD_DIMS[0][0]
-    query = query_dtype(DTYPES[0], dtype)
-    return [
-        size
-        for size in _powers_of_two()
-        if has_append(arch, dtype, size) and has_prefill(arch, head_size, query, dtype, page_size=size)
-    ]
-
-
-def mla_block_sizes() -> list[int]:
-    """Return the block sizes that latent caches may have."""
-    arch, dtype, head_size = arch_of(), DTYPES[0], support.MLA_HEAD_DIMS[0][0]
-    if arch is None:
-        return []
-    return [size for size in _powers_of_two() if has_mla_decode(arch, head_size, dtype, dtype, page_size=size)]
-
-
-def _powers_of_two() -> list[int]:
-    return [1 << shift for shift in range(support.MAX_PAGE_SIZE.bit_length()) if 1 << shift >= SMALLEST_BLOCK]

@@ -23,9 +23,27 @@ from hopwell.integrations.vllm.capability import FP8, MLA_CACHE_DTYPES
 from hopwell.mla import mla_workspace_bytes
 
 
-def _query_dtype(dtype: torch.dtype, kv: torch.dtype) -> torch.dtype:
+def mla_query_dtype(dtype: torch.dtype, kv: torch.dtype) -> torch.dtype:
     """Return the dtype of queries: e4m3 queries have a bfloat16 output, so float16 models keep theirs."""
     return FP8 if kv is FP8 and dtype is torch.bfloat16 else dtype
+
+
+def layer_scales(scale: float, layer: Any, query: torch.dtype, kv: torch.dtype) -> tuple[float, float]:
+    """Return the factors on q k^T and on the output for a layer of vLLM."""
+    if kv is not FP8:
+        return scale, 1.0
+    on_query = layer._q_scale_float if query is FP8 else 1.0
+    return scale * on_query * layer._k_scale_float, layer._k_scale_float
+
+
+def check_features(name: str, alibi_slopes: Any, sliding_window: Any, logits_soft_cap: Any, attn_type: str) -> None:
+    """Refuse layers with features that latent attention of hopwell does not have."""
+    features = dict(alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
+    for argument, value in features.items():
+        if value:
+            raise NotImplementedError(f"{name} does not support {argument}, got {value}")
+    if attn_type != AttentionType.DECODER:
+        raise NotImplementedError(f"{name} supports decoder layers, got attn_type={attn_type}")
 
 
 class HopwellMLABackend(MLACommonBackend):
@@ -51,12 +69,12 @@ class HopwellMLABackend(MLACommonBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return list(capability.mla_block_sizes())
+        return [MultipleOf(1)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         arch, dtype = capability.arch_of(), capability.DTYPES[0]
-        return arch is not None and capability.has_mla_decode(arch, head_size, dtype, dtype)
+        return arch is not None and capability.has_mla_decode(arch, head_size, dtype, dtype, sparse=cls.is_sparse())
 
     @classmethod
     def supports_compute_capability(cls, device_capability: Any) -> bool:
@@ -84,7 +102,8 @@ class HopwellMLABackend(MLACommonBackend):
             return None  # vLLM has asked for each of them before
         kv = capability.cache_dtype(kv_cache_dtype, dtype, MLA_CACHE_DTYPES)
         rows = kv_cache_dtype == "fp8_ds_mla"
-        if capability.has_mla_decode(arch, head_size, _query_dtype(dtype, kv), kv, ds_mla=rows):
+        query = mla_query_dtype(dtype, kv)
+        if capability.has_mla_decode(arch, head_size, query, kv, ds_mla=rows, sparse=cls.is_sparse()):
             return None
         return f"hopwell on {arch} has no kernel for head_size {head_size} with a {kv_cache_dtype} cache and {dtype}"
 
@@ -173,6 +192,7 @@ class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
 
     can_return_lse_for_decode = True
     supports_dcp = True
+    supports_pcp = False
 
     def __init__(
         self,
@@ -188,6 +208,7 @@ class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
+        check_features("HOPWELL_MLA", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         super().__init__(
             num_heads,
             head_size,
@@ -201,19 +222,9 @@ class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("sliding_window", sliding_window),
-            ("logits_soft_cap", logits_soft_cap),
-        ):
-            if value:
-                raise NotImplementedError(f"HOPWELL_MLA does not support {name}, got {value}")
-        if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"HOPWELL_MLA supports decoder layers, got attn_type={attn_type}")
         dtype = torch.get_default_dtype()
-        kv = capability.cache_dtype(kv_cache_dtype, dtype, MLA_CACHE_DTYPES)
-        self.supports_quant_query_input = _query_dtype(dtype, kv) is FP8
-        self.is_quantized = kv is FP8
+        self.kv_dtype = capability.cache_dtype(kv_cache_dtype, dtype, MLA_CACHE_DTYPES)
+        self.supports_quant_query_input = mla_query_dtype(dtype, self.kv_dtype) is FP8
         if envs.VLLM_BATCH_INVARIANT:
             hopwell.batch_invariant(True)
 
@@ -239,11 +250,7 @@ class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
         decode = attn_metadata.decode
         if decode is None:
             raise ValueError("attn_metadata must have decodes, got none")
-        on_qk, on_output = self.scale, 1.0
-        if self.is_quantized:
-            on_qk, on_output = on_qk * layer._k_scale_float, layer._k_scale_float
-            if query.dtype is FP8:
-                on_qk *= layer._q_scale_float
+        on_qk, on_output = layer_scales(self.scale, layer, query.dtype, self.kv_dtype)
         one_token_each = decode.max_query_len == 1 and query.shape[0] == decode.seq_lens.shape[0]
         others: dict[str, Any] = {}
         if not one_token_each:
