@@ -29,7 +29,6 @@ MODELS = {
             v_head_dim=128,
             head_dim=64,
             first_k_dense_replace=2,
-            n_routed_experts=None,
         ),
     ),
 }

@@ -136,3 +136,15 @@ def test_two_dcp_ranks(kind: str, cache: str, monkeypatch: pytest.MonkeyPatch) -
         layer.impl.forward(layer, whole.query[:, heads], key, value, kv_cache, meta, out)
     expected = whole.expected(layer)[:, heads]
     torch.testing.assert_close(out.double(), expected, atol=0.015, rtol=0.015)
+
+
+@pytest.mark.parametrize(("head_size", "cache", "longest"), [(96, "fp8", 3), (128, "nvfp4", 3), (72, "auto", 0)])
+def test_the_decode_entry_serves_decodes_of_its_head_sizes(
+    head_size: int, cache: str, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_batches, "HEAD_SIZE", head_size)
+    batch = Batch("ragged", cache=cache)
+    builder = batch.builder(batch.layer())
+    assert builder.decode_len == longest
+    assert builder.build(0, batch.common()).decodes == (longest > 0)
+    assert not builder.build(0, Batch("mixed", cache=cache).common()).decodes

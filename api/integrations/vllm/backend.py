@@ -214,9 +214,7 @@ class HopwellMetadataBuilder(AttentionMetadataBuilder[HopwellMetadata]):
         The context entry and the decode entry round differently. Under batch invariance one of them serves all batches.
         """
         spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
-        kv = NVFP4 if spec.kv_quant_mode.is_nvfp4 else spec.dtype
-        if kv not in (NVFP4, *capability.DTYPES):
-            kv = FP8
+        kv = NVFP4 if spec.kv_quant_mode.is_nvfp4 else spec.dtype if spec.dtype in capability.DTYPES else FP8
         arch, longest = capability.arch_of(), max_decode_query_len(self.vllm_config)
         if envs.VLLM_BATCH_INVARIANT or arch is None:
             return 0

@@ -59,7 +59,7 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
         self.kv_dtype = capability.cache_dtype(kv_cache_dtype, self.dtype)
         self.supports_quant_query_input = self.kv_dtype is FP8 and self.dcp_world_size == 1
         self._check(alibi_slopes)
-        self._combine = dcp.combine_function() if self.dcp_world_size > 1 else None
+        self._combine: Any = dcp.combine_function() if self.dcp_world_size > 1 else None
         self._scales: tuple[float, float] | None = None
         self._quantized_output_scale: torch.Tensor | None = None
 
@@ -187,7 +187,8 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
             meta.block_table,
             meta.seq_lens if meta.local_seq_lens is None else meta.local_seq_lens,
             meta.max_seq_len,
-            *scales,
+            scales[0],
+            scales[1],
             window_left=self.window_left,
             out=out,
             sinks=self.sinks,
@@ -229,6 +230,8 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
         """Serve layers with ALiBi or a soft cap."""
         if not meta.causal and self.window_left >= 0:
             raise NotImplementedError("HOPWELL does not support non-causal attention with a sliding window")
+        if meta.cum_seq_lens is None:
+            raise ValueError("the metadata must have cum_seq_lens for layers with ALiBi or a soft cap, got None")
         mask = "padding" if not meta.causal else "causal" if self.window_left < 0 else "sliding_window"
         hopwell.trtllm_fmha_v2_prefill(
             (query, caches.stacked(kv_cache, self.kv_dtype, self.head_size)),
@@ -237,7 +240,8 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
             meta.seq_lens,
             meta.max_query_len,
             meta.max_seq_len,
-            *scales,
+            scales[0],
+            scales[1],
             meta.num_requests,
             meta.query_start_loc,
             meta.cum_seq_lens,

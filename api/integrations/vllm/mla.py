@@ -265,7 +265,7 @@ class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
                     cp_rank=self.dcp_rank,
                     causal_seqlens_kv_global=decode.dcp_tot_seq_lens,
                 )
-        result = hopwell.trtllm_batch_decode_with_kv_cache_mla(
+        result: Any = hopwell.trtllm_batch_decode_with_kv_cache_mla(
             query[:, None] if one_token_each else query,
             kv_c_and_k_pe_cache,
             decode.workspace,

@@ -129,7 +129,7 @@ class HopwellMLASparseImpl(SparseMLACommonImpl[HopwellMLASparseMetadata]):
             NUM_TOPK_TOKENS=width,
         )
         on_qk, on_output = layer_scales(self.scale, layer, query.dtype, self.kv_dtype)
-        out = hopwell.trtllm_batch_decode_with_kv_cache_mla(
+        out: Any = hopwell.trtllm_batch_decode_with_kv_cache_mla(
             query[:, None],
             kv_c_and_k_pe_cache,
             torch.empty(0, dtype=torch.uint8, device=query.device),  # hopwell uses its own memory
