@@ -44,6 +44,12 @@ def test_float16_models() -> None:
     torch.testing.assert_close(run(batch).double(), batch.expected(batch.layer()), atol=0.002, rtol=0.002)
 
 
+@pytest.mark.parametrize("kind", ["mixed", "ragged"])
+def test_causal_masks_by_request(kind: str) -> None:
+    batch = Batch(kind, causal=[True, False, False])
+    torch.testing.assert_close(run(batch).double(), batch.expected(batch.layer()), atol=0.01, rtol=0.01)
+
+
 def test_a_request_has_the_same_bits_in_every_batch_if_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     def decoded(alone: bool) -> torch.Tensor:
         batch = Batch("mixed")
@@ -75,10 +81,8 @@ def test_refusals() -> None:
     batch = Batch("mixed", causal=False, window=7)
     with pytest.raises(NotImplementedError, match="non-causal attention with a sliding window"):
         run(batch)
-    common = Batch("mixed").common()
-    common.causal = torch.ones(3, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match="one value per request"):
-        Batch().builder(Batch().layer()).build(0, common)
+    with pytest.raises(NotImplementedError, match="causal masks by request with ALiBi or a soft cap"):
+        run(Batch("mixed", causal=[True, False, True], soft_cap=5.0))
 
 
 def types_of_layer(head_size: int = HEAD_SIZE, **given: Any) -> Any:

@@ -38,7 +38,7 @@ class Batch:
     cache: str = "auto"
     window: int | None = None
     sinks: bool = False
-    causal: bool = True
+    causal: bool | list[bool] = True
     soft_cap: float = 0.0
     alibi: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -129,7 +129,7 @@ class Batch:
             max_seq_len=64,
             block_table_tensor=self.table,
             slot_mapping=self.new_slots(),
-            causal=self.causal,
+            causal=torch.tensor(self.causal) if isinstance(self.causal, list) else self.causal,
         )
 
     def new_slots(self) -> torch.Tensor:
@@ -172,7 +172,8 @@ class Batch:
             query = query * Q_SCALE
         results = []
         for index, (kv, q) in enumerate(self.requests):
-            kind = MaskKind.SLIDING_WINDOW if self.window else MaskKind.CAUSAL if self.causal else MaskKind.FULL
+            causal = self.causal[index] if isinstance(self.causal, list) else self.causal
+            kind = MaskKind.SLIDING_WINDOW if self.window else MaskKind.CAUSAL if causal else MaskKind.FULL
             seen = reference.visible(q, kv, Mask(kind, (self.window or 0) - 1), torch.device("cpu"))
             rows = query[int(self.starts[index]) : int(self.starts[index + 1])]
             key, value = self.stored(self.key[index], K_SCALE), self.stored(self.value[index], V_SCALE)

@@ -151,7 +151,7 @@ class HopwellMetadata(AttentionMetadata):
         seq_lens: int32 [requests], keys of each request, new tokens included, on all DCP ranks.
         block_table: int32 [requests, blocks].
         slot_mapping: int64 [tokens].
-        causal: whether rows see only earlier keys.
+        causal: whether rows see only earlier keys, a bool or a tensor [requests].
         decodes: whether the decode entry serves the batch.
         max_decode_len: bound of new tokens for the decode entry.
         one_token_each: whether row i is the only new token of request i.
@@ -168,7 +168,7 @@ class HopwellMetadata(AttentionMetadata):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
-    causal: bool
+    causal: bool | torch.Tensor
     decodes: bool
     max_decode_len: int
     one_token_each: bool
@@ -196,8 +196,6 @@ class HopwellMetadataBuilder(AttentionMetadataBuilder[HopwellMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.dcp_world_size, self.dcp_rank = get_dcp_world_size_and_rank(kv_cache_spec.dcp_sharded)
         self.interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-        # Under DCP, lengths of this rank are computed from the lengths of all ranks in each step.
-        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
         layers = vllm_config.compilation_config.static_forward_context
         self.layers = [layers[name] for name in layer_names]
         self.decode_len = self._decode_len()
@@ -207,6 +205,8 @@ class HopwellMetadataBuilder(AttentionMetadataBuilder[HopwellMetadata]):
         self.context_lens = torch.zeros(requests, dtype=torch.int32, device=device)
         self.cum_seq_lens = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         self.has_biased_scores = any(getattr(layer.impl, "has_biased_scores", False) for layer in self.layers)
+        # Other metadata consists of the runner's own tensors, except these two.
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1 and not self.has_biased_scores
 
     def _decode_len(self) -> int:
         """Return the new tokens up to which a batch of decodes goes to the decode entry; 0 for none.
@@ -242,8 +242,6 @@ class HopwellMetadataBuilder(AttentionMetadataBuilder[HopwellMetadata]):
         common = common_attn_metadata
         if common_prefix_len:
             raise ValueError(f"common_prefix_len must be 0, got {common_prefix_len}")
-        if isinstance(common.causal, torch.Tensor):
-            raise NotImplementedError("HOPWELL does not support causal as a tensor with one value per request")
         if common.rswa_prefix_lens is not None or common.mm_req_doc_ranges:
             raise NotImplementedError("HOPWELL does not support R-SWA and bidirectional multimodal ranges")
         local, context = self._lens_of_rank(common) if self.dcp_world_size > 1 else (None, None)
@@ -252,7 +250,8 @@ class HopwellMetadataBuilder(AttentionMetadataBuilder[HopwellMetadata]):
             cumulative = self.cum_seq_lens[: common.seq_lens.shape[0] + 1]
             torch.cumsum(common.seq_lens, 0, dtype=torch.int32, out=cumulative[1:])
         longest = common.max_query_len
-        decodes = longest <= self.decode_len and (longest <= 1 or bool(common.causal))
+        # A single new token sees all keys with and without a causal mask.
+        decodes = longest <= self.decode_len and (longest <= 1 or common.causal is True)
         if longest > 1 and self.dcp_world_size > 1 and self.interleave > 1:
             decodes = False  # the decode entry knows ranks that have every n-th key
         return HopwellMetadata(
@@ -263,7 +262,7 @@ class HopwellMetadataBuilder(AttentionMetadataBuilder[HopwellMetadata]):
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            causal=bool(common.causal),
+            causal=common.causal,
             decodes=decodes,
             max_decode_len=max(longest, 1),
             one_token_each=longest <= 1 and common.num_actual_tokens == common.seq_lens.shape[0],
@@ -275,7 +274,7 @@ class HopwellMetadataBuilder(AttentionMetadataBuilder[HopwellMetadata]):
 
     def _lens_of_rank(self, common: CommonAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys of each request on this DCP rank, with and without the new tokens."""
-        if not common.causal:
+        if common.causal is not True:
             raise NotImplementedError("HOPWELL does not support non-causal attention with DCP")
         if common.dcp_local_seq_lens is None:
             raise ValueError("dcp_local_seq_lens must be given with DCP, got None")

@@ -202,8 +202,7 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
         self, query: torch.Tensor, kv_cache: torch.Tensor, meta: HopwellMetadata, out: Any, scales: Any, **others: Any
     ) -> Any:
         cache = caches.cache_of(kv_cache, self.kv_dtype, self.head_size, self.num_kv_heads)
-        if not meta.causal and self.window_left >= 0:
-            raise NotImplementedError("HOPWELL does not support non-causal attention with a sliding window")
+        self._check_mask(meta)
         call: dict[str, Any] = dict(seq_lens=meta.seq_lens, causal=meta.causal, window_left=self.window_left)
         return hopwell.trtllm_batch_context_with_kv_cache(
             query,
@@ -224,12 +223,17 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
             **(call | others),
         )
 
+    def _check_mask(self, meta: HopwellMetadata) -> None:
+        if self.window_left >= 0 and meta.causal is not True:
+            raise NotImplementedError("HOPWELL does not support non-causal attention with a sliding window")
+
     def _biased(
         self, query: torch.Tensor, kv_cache: torch.Tensor, meta: HopwellMetadata, out: Any, scales: Any
     ) -> None:
         """Serve layers with ALiBi or a soft cap."""
-        if not meta.causal and self.window_left >= 0:
-            raise NotImplementedError("HOPWELL does not support non-causal attention with a sliding window")
+        self._check_mask(meta)
+        if isinstance(meta.causal, torch.Tensor):
+            raise NotImplementedError("HOPWELL does not support causal masks by request with ALiBi or a soft cap")
         if meta.cum_seq_lens is None:
             raise ValueError("the metadata must have cum_seq_lens for layers with ALiBi or a soft cap, got None")
         mask = "padding" if not meta.causal else "causal" if self.window_left < 0 else "sliding_window"
