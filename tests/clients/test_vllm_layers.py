@@ -69,15 +69,16 @@ def test_a_profiling_run_gets_zeros() -> None:
     assert not out.any()
 
 
-def test_refusals() -> None:
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
     with pytest.raises(NotImplementedError, match="ALiBi slopes"):
-        types_of_layer(alibi_slopes=[0.5] * HEADS)
+        make_impl(alibi_slopes=[0.5] * HEADS)
     with pytest.raises(NotImplementedError, match="hopwell on sm_90a has no kernel for head_size=260"):
-        types_of_layer(head_size=260)
+        make_impl(head_size=260)
     with pytest.raises(NotImplementedError, match="logits_soft_cap=5"):
-        types_of_layer(logits_soft_cap=5.0, kv_cache_dtype="nvfp4")
+        make_impl(logits_soft_cap=5.0, kv_cache_dtype="nvfp4")
     with pytest.raises(NotImplementedError, match="decoder layers, got attn_type=encoder"):
-        types_of_layer(attn_type="encoder")
+        make_impl(attn_type="encoder")
     batch = Batch("mixed", causal=False, window=7)
     with pytest.raises(NotImplementedError, match="non-causal attention with a sliding window"):
         run(batch)
@@ -85,7 +86,7 @@ def test_refusals() -> None:
         run(Batch("mixed", causal=[True, False, True], soft_cap=5.0))
 
 
-def types_of_layer(head_size: int = HEAD_SIZE, **given: Any) -> Any:
+def make_impl(head_size: int = HEAD_SIZE, **given: Any) -> Any:
     """Make the implementation of a layer."""
     return backend.HopwellBackend.get_impl_cls()(HEADS, head_size, 1.0, HEADS, **given)
 
