@@ -1,6 +1,7 @@
 """Every public function works under ``torch.compile``.
 
-Dynamo traces layouts and merges, puts ops into the graph for entries and append, and leaves functions of the host alone.
+Dynamo traces layouts and merges, and puts ops into the graph for entries and append. It leaves functions of the host
+alone.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from helpers.oracles import check_attention
+from helpers.oracles.examples import check_attention
 
 import hopwell
 from hopwell.integrations.flashinfer import MODULES

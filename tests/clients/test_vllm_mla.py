@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="runs in the environments vllm-0.32 and vllm-newest of environments.toml")
 
 import torch
-from helpers import reference
+from helpers.oracles import reference
 from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 

@@ -6,7 +6,7 @@ import types
 from dataclasses import dataclass, field
 
 import torch
-from helpers import reference
+from helpers.oracles import reference
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 

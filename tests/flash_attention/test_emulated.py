@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reference import attention, visible
+from helpers.oracles.reference import attention, visible
 
 from hopwell.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from hopwell.kernels.problem import Mask, MaskKind, Score
