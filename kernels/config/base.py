@@ -54,7 +54,7 @@ class KvFetch(enum.Enum):
     CONTIGUOUS = "contiguous"
     PAGE_BOXES = "pages"
     PAGE_ROWS = "rows"
-    TOPK_ROWS = "listed"
+    TOPK_ROWS = "topk"
 
 
 class KvType(enum.Enum):

@@ -52,9 +52,8 @@ LEAST_TOKENS_SHARE = 0.75
 # Bytes of an element of an MLA partial: a float16, with a power of two of its own for each half row. Its error is an
 # eighth of the error of a bfloat16 result. Half the bytes of float32 are stored and combined.
 LATENT_PARTIAL_BYTES = 2
-SHARES = (
-    8  # of MLA, that a partial of ROWS comes with: what is left to combine at the end goes to all warps in small parts
-)
+# Row shares of MLA for each partial of ROWS. The work left to combine at the end goes to all warps in small parts.
+SHARES = 8
 # float32 statistics of a row of a partial: (row max, row sum) of the partial, then of its fan-in group, or MLA's
 # inverse scales.
 STATISTICS = 4

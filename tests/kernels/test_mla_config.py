@@ -47,7 +47,7 @@ def test_names_are_those_of_no_other_kernel() -> None:
     names = [config.name for config in SHIPPED]
     assert len(set(names)) == len(set(SHIPPED)) == len(names)
     assert all(re.fullmatch(r"mla_[a-z0-9_]{1,90}", name) for name in names)
-    assert {"mla_sm_90a_bf16_d576_512_causal_pages64", "mla_sm_90a_e4m3_to_bf16_d576_512_causal_listed"} <= set(names)
+    assert {"mla_sm_90a_bf16_d576_512_causal_pages64", "mla_sm_90a_e4m3_to_bf16_d576_512_causal_topk"} <= set(names)
 
 
 def test_blackwell_has_those_of_sm120() -> None:

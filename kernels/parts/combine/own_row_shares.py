@@ -13,22 +13,20 @@ There is no circular wait, because a CTA stores all of its partials before it wa
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.combine.partials import GROUPS_THERE, PARTIALS_THERE, Slots
+from hopwell.kernels.parts.combine.partials import SLOT_COUNTERS, Slots
 from hopwell.kernels.parts.combine.row_shares import Partials, RowPartials
 from hopwell.kernels.parts.core.device import global_array, global_pointer, load_acquire
 from hopwell.kernels.parts.rows.packed import PackedRows
 
 STORING_WARPS = 2 * WARPS  # per partial; each also combines one share
-COUNTS = (
-    PARTIALS_THERE,
-    GROUPS_THERE,
-)  # counters in the first partial's slot: warps that have stored, warps that need not wait
+# Counters in the first partial's slot: warps that have stored, and warps that have read the first counter. The epoch of
+# other combines comes before them.
+_, STORED, READ, *_ = range(SLOT_COUNTERS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class OwnRowShares(Partials):
         if tile.chunks > 1:
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
-                there = global_pointer(Int32, self.slots.counter(PARTIALS_THERE, tile.first_partial))
+                there = global_pointer(Int32, self.slots.counter(STORED, tile.first_partial))
                 cute.arch.red(there, Int32(1), op="add", dtype="u32", sem="release", scope="gpu")
 
     @cute.jit
@@ -67,8 +65,8 @@ class OwnRowShares(Partials):
         self._combine_subtiles(subtiles, RowPartials(tile.first_partial, tile.tiles_of_chunk, tile.chunks), rows, dtype)
         # The number is used this late so that no warp waits for it.
         if before == shares - 1:
-            for kind in cutlass.range_constexpr(len(COUNTS)):
-                global_array(Int32, self.slots.counter(COUNTS[kind], tile.first_partial))[0] = 0
+            for kind in (STORED, READ):
+                global_array(Int32, self.slots.counter(kind, tile.first_partial))[0] = 0
 
     @cute.jit
     def _wait_stored(self, first, parts, is_spared):
@@ -79,10 +77,10 @@ class OwnRowShares(Partials):
         """
         before = Int32(-1)
         if cute.arch.lane_idx() == 0:
-            there, seen = (self.slots.counter(kind, first) for kind in COUNTS)
+            stored, read = (self.slots.counter(kind, first) for kind in (STORED, READ))
             wanted = parts * (1 - is_spared.to(Int32))
-            while load_acquire(there) < wanted:
+            while load_acquire(stored) < wanted:
                 pass
-            before = cute.arch.atomic_add(global_pointer(Int32, seen), Int32(1), sem="relaxed", scope="gpu")
+            before = cute.arch.atomic_add(global_pointer(Int32, read), Int32(1), sem="relaxed", scope="gpu")
         cute.arch.sync_warp()
         return before

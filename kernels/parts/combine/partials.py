@@ -32,7 +32,7 @@ from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.parts.rows.softmax import combined
 
 PARTIAL, FAN_IN_GROUP = 0, 2  # index of a partial's, and of a combined fan-in group's, statistics in a row's statistics
-EPOCH, PARTIALS_THERE, GROUPS_THERE, *SHARE = range(SLOT_COUNTERS)
+EPOCH, PARTIALS_DONE, GROUPS_DONE, *_ = range(SLOT_COUNTERS)
 COLUMNS_AT_ONCE = 4  # float32 values in 16 bytes
 PARTS_AT_ONCE = 8  # partials with loads in flight
 
@@ -197,7 +197,7 @@ class Combine:
         """Combine everything that a newly written partial completes. All threads here already see the partial."""
         step, first, first_of_group = tile.tiles_of_chunk, tile.first_partial, tile.fan_in_partial
         size = cutlass.min(tile.chunks - tile.chunk // FAN_IN * FAN_IN, FAN_IN)
-        if self._is_last(PARTIALS_THERE, first_of_group, size):
+        if self._is_last(PARTIALS_DONE, first_of_group, size):
             if tile.chunks <= FAN_IN:
                 self._add_up(first, step, size, PARTIAL, rows, out_dtype)
                 self._release(first, step, size)
@@ -205,7 +205,7 @@ class Combine:
                 self._add_up(first_of_group, step, size, PARTIAL, rows, None)
                 self._release(first_of_group + step, step, size - 1)
                 fan_in_groups = (tile.chunks + (FAN_IN - 1)) // FAN_IN
-                if self._is_last(GROUPS_THERE, first, fan_in_groups):
+                if self._is_last(GROUPS_DONE, first, fan_in_groups):
                     self._add_up(first, step * FAN_IN, fan_in_groups, FAN_IN_GROUP, rows, out_dtype)
                     self._release(first, step * FAN_IN, fan_in_groups)
 

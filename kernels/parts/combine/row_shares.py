@@ -34,7 +34,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from hopwell.kernels.config.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.combine.partials import EPOCH, GROUPS_THERE, PARTIAL, PARTIALS_THERE, SHARE, Slots, count_one
+from hopwell.kernels.parts.combine.partials import EPOCH, PARTIAL, PARTIALS_DONE, Slots, count_one
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import CORE_MATRIX_ROWS
 from hopwell.kernels.parts.core.device import (
@@ -51,6 +51,7 @@ from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.parts.rows.softmax import combined, largest_of_lane
 
 SUBTILE_BYTES, SUBTILE_COLUMNS = LANES * copy.VECTOR_BYTES, CORE_MATRIX_ROWS * RowFragment.lanes_per_row
+_, _, SHARES_DONE, *SHARE = range(SLOT_COUNTERS)
 READY = SHARE[0]
 NO_SHARE = (1 << 31) - 1
 SCALES = 2  # index of the inverse scales of a row's two halves in its statistics
@@ -232,7 +233,7 @@ class RowShares(Partials):
                 share = (tile.request.o_start, tile.first_row, tile.rows(group), tile.chunk, tile.chunks, of_chunk)
                 for kind, value in zip(SHARE[1:], share, strict=True):
                     global_array(Int32, slots.counter(kind, tile.partial_id))[0] = value
-            if self._is_last(PARTIALS_THERE, first, tile.chunks):
+            if self._is_last(PARTIALS_DONE, first, tile.chunks):
                 for i in cutlass.range(cute.arch.lane_idx(), tile.chunks, LANES, unroll=1):
                     each = first + i * of_chunk
                     store_release(slots.counter(READY, each), slots.epoch(each) + 1)
@@ -288,7 +289,7 @@ class RowShares(Partials):
         # No partial reuses the slots of the last partials, and a store that frees them takes 1500 cycles.
         if first + slots.slots < partials:
             cute.arch.sync_warp()  # all lanes have read
-            if self._is_last(GROUPS_THERE, first, shares):
+            if self._is_last(SHARES_DONE, first, shares):
                 for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
                     each = first + i * of_chunk
                     store_release(slots.counter(EPOCH, each), slots.epoch(each) + 1)

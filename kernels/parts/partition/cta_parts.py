@@ -33,7 +33,7 @@ from hopwell.kernels.parts.partition.split_kv import Span, SplitSchedule, SplitT
 
 
 @device_struct
-class Sequence:
+class KeySteps:
     """The keys of a request in steps. With top-k lists, a query token counts as a request."""
 
     index: Int32
@@ -92,17 +92,17 @@ def cta_part_size(total, longest, cta_parts: Divisor):
 class CtaPartSchedule(SplitSchedule):
     """The schedule of a CTA with one CTA part. If CTAs are few, it has one CTA part for each of several row tiles."""
 
-    def _sequence(self, index) -> Sequence:
+    def _sequence(self, index) -> KeySteps:
         q_start, q_len, kv_len = self._lengths(index)
         exists = ((index < self._sequence_count) & (q_len > 0)).to(Int32)
-        return Sequence(index, q_start, q_len, kv_len, exists, self._steps(kv_len, exists))
+        return KeySteps(index, q_start, q_len, kv_len, exists, self._steps(kv_len, exists))
 
     def _steps(self, kv_len, exists):
         # A request without keys has results too.
         return cutlass.max(quotient(kv_len + (self.tile_n - 1), Int32(self.tile_n)), 1) * exists
 
     @cute.jit
-    def _cta_part_size(self, sequence: Sequence, cta_parts: Divisor):
+    def _cta_part_size(self, sequence: KeySteps, cta_parts: Divisor):
         """Return the size of a CTA part. ``sequence`` is this lane's sequence among the first ones."""
         total, longest = sequence.steps + REQUEST_STEPS * sequence.exists, sequence.steps
         for first in cutlass.range(LANES, self._sequence_count, LANES, unroll=1):
@@ -113,7 +113,7 @@ class CtaPartSchedule(SplitSchedule):
         return cta_part_size(total * FRACTIONS, (longest + REQUEST_STEPS) * FRACTIONS, cta_parts)
 
     @cute.jit
-    def _cta_part_span(self, sequence: Sequence, place, color, size):
+    def _cta_part_span(self, sequence: KeySteps, place, color, size):
         """Return (span of this lane's request, place and color of the request after it).
 
         The first lane's request begins at ``place``, and has this ``color`` if it is cut.
@@ -203,7 +203,7 @@ class CtaPartSchedule(SplitSchedule):
 class TopkCtaPartSchedule(TopkTokens, CtaPartSchedule):
     """CTA parts over the top-k lists of all query tokens."""
 
-    def _sequence(self, index) -> Sequence:
+    def _sequence(self, index) -> KeySteps:
         seen, _, _, exists = self._topk_token(index)
         exists = exists.to(Int32)
-        return Sequence(index, index, Int32(1), seen, exists, self._steps(seen, exists))
+        return KeySteps(index, index, Int32(1), seen, exists, self._steps(seen, exists))

@@ -247,29 +247,36 @@ class TileByTile:
 
 
 @device_struct
+class HandOverStep:
+    """Numbers of the next tile and of the next leaf of this CTA."""
+
+    tile: Int32
+    leaf: Int32
+
+
+@device_struct
 class LeafHandOver:
     """Hands the node of each leaf to the combine warpgroup."""
 
     ring: Ring
     combine: Tree
 
-    def first_step(self):
-        """Return the numbers of the first tile and of the first leaf of this CTA."""
-        return Int32(0), Int32(0)
+    def first_step(self) -> "HandOverStep":
+        return HandOverStep(Int32(0), Int32(0))
 
     @cute.jit
     def combine_segment(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
         """Pass the node of each leaf of a segment to combine. Return the step after the segment; no node is left in
         global memory."""
         ring, keys = self.ring, tile.keys
-        tiles, leaf = step
+        tiles, leaf = step.tile, step.leaf
         for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
             tiles = next_leaf(n, n < keys.full_begin or n >= keys.full_end, tiles)
             ring.wait_empty(leaf)
             self.combine.hand_over(node)
             cute.arch.mbarrier_arrive(ring.full_barrier(leaf))
             leaf += 1
-        return (tiles, leaf), None
+        return HandOverStep(tiles, leaf), None
 
     def finish_segment(self, node: Node, tile: StreamKTile, left, addresses, geometry) -> None:
         """Do nothing: the combine warpgroup writes the output tile."""
