@@ -137,7 +137,7 @@ def kernel_model(does: Work, config: Sm100PrefillConfig, rates: Rates) -> Kernel
     drain = softmax_times(does.masked_softmax.code, rates).early + _handshakes(rates)
     score, value = _score_and_value(does, rates)
     # The load of the next Q starts at the last S. Q is needed after the last softmax and one product with V.
-    q_bytes = Q_TILES * Q_TILE_ROWS * config.q_columns * ELEMENT_BYTES
+    q_bytes = Q_TILES * Q_TILE_ROWS * config.layout.q_columns * ELEMENT_BYTES
     q_wait = rates.load_latency + q_bytes / rates.l2_bytes - (drain + value)
     # The store of O starts after its last product. Its tensor memory is needed again after the other tile's product,
     # the next S and its softmax.

@@ -41,13 +41,6 @@ def power_of_two_in(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def _in_halfwords(element_bytes: int, strides: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert strides in elements to strides in halfwords."""
-    if element_bytes == HALFWORD_BYTES:
-        return strides
-    return tuple(stride * element_bytes // HALFWORD_BYTES for stride in strides)
-
-
 class KvFetch(enum.Enum):
     """Ways to copy K and V to shared memory, see ``parts/load/kv_source.py``."""
 
@@ -125,6 +118,12 @@ class KernelConfig:
         return self.compiled_for or support.build_of(self.arch)
 
     family: ClassVar[Family]
+    layout_type: ClassVar[Any]  # a class of config/layout.py
+
+    @property
+    def layout(self) -> Any:
+        """Widths of the operands, see ``config/layout.py``."""
+        return self.layout_type(self)
 
     @property
     def tile(self) -> Tile:
@@ -196,26 +195,6 @@ class KernelConfig:
         return False
 
     @property
-    def kv_dims(self) -> tuple[int, int]:
-        """Widths in halfwords of the rows of K and of V that the two loading warps fetch."""
-        per_word = 16 // self.kv_element.bits
-        return self.head_dim_qk // per_word, self.head_dim_v // per_word
-
-    def kv_strides(self, *strides: Any) -> tuple[Any, ...]:
-        """Convert strides of K or V, in units of ``kv_bytes``, to strides in halfwords."""
-        return _in_halfwords(self.kv_bytes, strides)
-
-    def q_strides(self, *strides: Any) -> tuple[Any, ...]:
-        """Convert strides of Q, given in elements, to strides in halfwords."""
-        return _in_halfwords(self._loaded_q_bytes, strides)
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Columns of the tiles that the two loading warps fill: whole column blocks of the swizzle."""
-        first, second = self.kv_dims
-        return rounded_up(first, BLOCK_COLUMNS), rounded_up(second, BLOCK_COLUMNS)
-
-    @property
     def copies_scales(self) -> bool:
         """Whether the loading warps also copy block scales into shared memory."""
         return False
@@ -239,67 +218,6 @@ class KernelConfig:
     def converts(self) -> bool:
         """Whether a warpgroup between the loaders and the consumers converts K and V."""
         return self.dequantizes or self.dequantizes_in_place or self.transposes_v
-
-    @property
-    def operand_columns(self) -> tuple[int, int]:
-        """Columns in halfwords of the tiles of K and V that are multiplied."""
-        return self.columns
-
-    @property
-    def stage_columns(self) -> tuple[int, int]:
-        """Columns of the stages that the two loading warps fill: the operand's columns if dequantized in place, else
-        the loaded columns."""
-        return self.operand_columns if self.dequantizes_in_place else self.columns
-
-    @property
-    def loaded_depth(self) -> tuple[int, int]:
-        """Columns of the loaded tiles of K and V that some warp reads."""
-        return self.depth[0], self.depth[1] * self.v_splits
-
-    @property
-    def q_dim(self) -> int:
-        """Width of a row of Q in memory, in halfwords."""
-        return self.head_dim_qk * self._loaded_q_bytes // HALFWORD_BYTES
-
-    @property
-    def _loaded_q_bytes(self) -> int:
-        return 1 if self.dequantizes_q else self.q_bytes
-
-    @property
-    def q_columns(self) -> int:
-        """Columns of the Q tile in shared memory, in halfwords."""
-        return rounded_up(self.head_dim_qk * self.q_bytes // HALFWORD_BYTES, BLOCK_COLUMNS)
-
-    @property
-    def loaded_q_columns(self) -> int:
-        """Columns of the Q tile that are loaded, in halfwords: its last columns."""
-        return rounded_up(self.q_dim, BLOCK_COLUMNS)
-
-    @property
-    def first_loaded_q_block(self) -> int:
-        return (self.q_columns - self.loaded_q_columns) // BLOCK_COLUMNS
-
-    @property
-    def depth(self) -> tuple[int, int]:
-        """Columns of Q and K, and of V, that a warpgroup multiplies, rounded up to what matrix instructions take.
-
-        A product with V is one instruction over all columns. It takes whole column blocks if there is more than one.
-        """
-        columns = self.operand_columns[1]
-        whole_blocks = columns > BLOCK_COLUMNS and not self.uses_fp8_mma
-        value = columns if whole_blocks else rounded_up(self.head_dim_v, MMA_DEPTH)
-        return rounded_up(self.head_dim_qk, self.mma_depth), value // self.v_splits
-
-    @property
-    def product_columns(self) -> int:
-        """Columns of V that a matrix instruction multiplies at a time.
-
-        An instruction takes all columns of a warpgroup, unless a thread has too few registers at launch for all of
-        their sums: ptxas refuses such an instruction, and an instruction then takes half of the columns.
-        """
-        columns = self.depth[1]
-        fits = columns * 64 // WARPGROUP + REGISTERS_BESIDE_SUMS <= self.launch_registers
-        return columns if fits else columns // 2
 
     @property
     def ctas_per_sm(self) -> int:

@@ -11,7 +11,6 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.config.base import (
-    BLOCK_COLUMNS,
     DTYPES,
     QUERY_DTYPES,
     KernelConfig,
@@ -22,8 +21,8 @@ from hopwell.kernels.config.base import (
     paged_fetches,
     power_of_two_in,
     require_dtypes,
-    rounded_up,
 )
+from hopwell.kernels.config.layout import DecodeLayout, OperandLayout
 from hopwell.kernels.config.splitting import (
     CTAS_PER_SM,
     LEAF_TILE,
@@ -111,6 +110,7 @@ class DecodeConfig(KernelConfig):
     """
 
     family: ClassVar[Family] = Family.DECODE
+    layout_type: ClassVar[type[OperandLayout]] = DecodeLayout
 
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = NARROW_HEAD_DIMS
@@ -179,7 +179,7 @@ class DecodeConfig(KernelConfig):
     def tile(self) -> Tile:
         if self.has_tree:
             tile = _TREE_TILE if self.kv_type is KvType.WIDE else _EIGHT_BIT_TREE_TILE
-            row_bytes = HALFWORD_BYTES * self.columns[0]
+            row_bytes = HALFWORD_BYTES * self.layout.columns[0]
             stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < CACHE_LINE_BYTES else _STAGE_BYTES
             stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
             return replace(tile, m=self.rows, kv_stages=power_of_two_in(stages))
@@ -234,32 +234,8 @@ class DecodeConfig(KernelConfig):
         return 1 if self.has_tree else 2 if self.dequantizes_in_registers else super().consumer_warpgroups
 
     @property
-    def columns(self) -> tuple[int, int]:
-        """Columns of K and V tiles. Rows of 4-bit codes are not padded to 128 bytes.
-
-        Padding would keep unread bytes in flight and take memory from further stages.
-        """
-        if self.dequantizes_in_registers and self.kv_type is KvType.NVFP4:
-            return self.kv_dims
-        return super().columns
-
-    @property
     def copies_scales(self) -> bool:
         return bool(self.kv_element.block)
-
-    @property
-    def depth(self) -> tuple[int, int]:
-        return self.kv_dims if self.dequantizes_in_registers else super().depth
-
-    @property
-    def loaded_depth(self) -> tuple[int, int]:
-        return self.kv_dims if self.dequantizes_in_place else super().loaded_depth
-
-    @property
-    def operand_columns(self) -> tuple[int, int]:
-        if not self.dequantizes_in_place:
-            return self.columns
-        return rounded_up(self.head_dim_qk, BLOCK_COLUMNS), rounded_up(self.head_dim_v, BLOCK_COLUMNS)
 
     @property
     def registers(self) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.config.base import (
-    BLOCK_COLUMNS,
     DTYPES,
     E4M3_DTYPES,
     QUERY_DTYPES,
@@ -22,9 +21,9 @@ from hopwell.kernels.config.base import (
     kv_fetch,
     paged_fetches,
     require_dtypes,
-    rounded_up,
 )
 from hopwell.kernels.config.decode import DecodeConfig, require_seen
+from hopwell.kernels.config.layout import MlaLayout, OperandLayout
 from hopwell.kernels.config.splitting import (
     LATENT_LEAF_TILES,
     LATENT_LEAF_TOKENS,
@@ -85,6 +84,7 @@ class MlaConfig(DecodeConfig):
     batch_invariant: bool = False
 
     family: ClassVar[Family] = Family.MLA
+    layout_type: ClassVar[type[OperandLayout]] = MlaLayout
     most_rows: ClassVar[int] = ROWS  # of a tile
     has_fp8_mma: ClassVar[bool] = (
         True  # whether products of e4m3 queries are fp8 MMA; otherwise the queries are dequantized before the launch
@@ -170,29 +170,6 @@ class MlaConfig(DecodeConfig):
     def combine_loads(self) -> tuple[tuple[int, int], ...]:
         """Pairs (partials, subtiles of each partial) that a combining producer warp has in flight."""
         return ((4, 2), (8, 1)) if self.tile.producer_registers == _TILE.producer_registers else ((4, 1),)
-
-    @property
-    def kv_dims(self) -> tuple[int, int]:
-        """Widths in halfwords, as multiplied, of the left half of the value's columns and of all columns to its
-        right."""
-        left = self.head_dim_v // 2
-        return left * self.q_bytes // HALFWORD_BYTES, (self.head_dim_qk - left) * self.q_bytes // HALFWORD_BYTES
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Columns of the two halves of a key tile.
-
-        If the right half of a key ends with the value, one more column block makes room for P of tile A. P of few rows
-        has separate memory.
-        """
-        left, right = self.kv_dims
-        if self.uses_fp8_mma:
-            return left, rounded_up(right, BLOCK_COLUMNS)
-        return left, right if self.has_tree else max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
-
-    @property
-    def depth(self) -> tuple[int, int]:
-        return self.head_dim_qk, self.head_dim_v // self.v_splits
 
     @property
     def sparse(self) -> bool:

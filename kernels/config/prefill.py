@@ -26,9 +26,8 @@ from hopwell.kernels.config.base import (
     kv_fetch,
     paged_fetches,
     require_dtypes,
-    rounded_up,
 )
-from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.config.layout import OperandLayout, PrefillLayout
 from hopwell.kernels.masks import MaskKind, MaskKinds
 from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
 from hopwell.kernels.support import RARE_HEAD_DIMS
@@ -114,6 +113,7 @@ class PrefillConfig(KernelConfig):
     dequantizes_q: bool = False  # queries are e4m3 and are dequantized to float16 in place
 
     family: ClassVar[Family] = Family.PREFILL
+    layout_type: ClassVar[type[OperandLayout]] = PrefillLayout
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind)
@@ -228,7 +228,7 @@ class PrefillConfig(KernelConfig):
         (1 x 8192 tokens, H100, 2026-11-25). Skip-softmax decides after each tile whether its P is computed.
         """
         tile = self.tile
-        held = tile.n // 2 + tile.n // 2 + self.depth[1] // 2
+        held = tile.n // 2 + tile.n // 2 + self.layout.depth[1] // 2
         # Above 128, head dims that are not whole column blocks take more registers: kernels of 160 and 248 spilled.
         dims = self.head_dim_qk, self.head_dim_v
         whole = max(dims) <= 128 or all(dim % BLOCK_COLUMNS == 0 for dim in dims)
@@ -256,31 +256,6 @@ class PrefillConfig(KernelConfig):
     @property
     def transposes_v(self) -> bool:
         return self.uses_fp8_mma
-
-    @property
-    def operand_columns(self) -> tuple[int, int]:
-        if self.uses_fp8_mma:
-            return self.columns
-        return rounded_up(self.head_dim_qk, BLOCK_COLUMNS), rounded_up(self.head_dim_v, BLOCK_COLUMNS)
-
-    @property
-    def transposed_columns(self) -> int:
-        """Elements of a row of a transposed V tile: its keys, rounded up to whole rows of the swizzle."""
-        return rounded_up(self.tile.n, HALFWORD_BYTES * BLOCK_COLUMNS)
-
-    @property
-    def converted_bytes(self) -> dict[str, int]:
-        """Bytes of a tile of K and of V as multiplied, if they are converted."""
-        if self.transposes_v:
-            return {"v": self.depth[1] * self.transposed_columns}
-        if self.dequantizes_in_place:
-            return {}
-        key, value = (self.tile.n * columns * HALFWORD_BYTES for columns in self.operand_columns)
-        return {"k": key, "v": value}
-
-    @property
-    def loaded_depth(self) -> tuple[int, int]:
-        return self.kv_dims if self.converts else super().loaded_depth
 
     @property
     def name(self) -> str:

@@ -339,9 +339,9 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
     # TMA takes a box for each column block of 64. For pages it takes one box with all column blocks for each box of
     # rows. Whole tiles of V and other tiles have separate loops.
     copies = (
-        Q_TILES * config.q_columns // 64
+        Q_TILES * config.layout.q_columns // 64
         + {
-            KvFetch.CONTIGUOUS: (config.columns[0] + 2 * config.columns[1]) // 64,
+            KvFetch.CONTIGUOUS: (config.layout.columns[0] + 2 * config.layout.columns[1]) // 64,
             KvFetch.PAGE_BOXES: 3 * tile.n // max(config.box_rows, 1),
             KvFetch.PAGE_ROWS: 0,
         }[config.kv_fetch]

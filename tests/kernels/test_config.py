@@ -213,8 +213,8 @@ class TestResources:
         that they support.
         """
         config = any_config(dims)
-        assert config.columns == tuple(64 * math.ceil(dim / 64) for dim in dims)
-        depth_qk, depth_v = config.depth
+        assert config.layout.columns == tuple(64 * math.ceil(dim / 64) for dim in dims)
+        depth_qk, depth_v = config.layout.depth
         assert depth_qk == 16 * math.ceil(dims[0] / 16), "Q K^T takes 16 columns at a time"
         # P V takes all columns at once: of a single block a part, of several the whole.
         whole = 64 * math.ceil(dims[1] / 64) if dims[1] > 64 else 16 * math.ceil(dims[1] / 16)
@@ -240,7 +240,7 @@ class TestResources:
     def test_consumers_have_registers_for_their_tiles(self, dims: tuple[int, int]) -> None:
         """S, O and P are held at once, a 128th of each in a thread, and cannot be moved elsewhere."""
         config = any_config(dims)
-        tile, (_, depth_v) = config.tile, config.depth
+        tile, (_, depth_v) = config.tile, config.layout.depth
         assert 64 * (tile.n + depth_v + tile.n // 2) // WARPGROUP < tile.consumer_registers
 
     def test_boxes_fit_tiles_and_swizzle(self) -> None:

@@ -177,7 +177,7 @@ class TestResources:
         """128 KiB of K and V per SM, or of their dequantized form in place, keep memory busy."""
         for config in (config for kv_type in KV_TYPES for config in of_dim(dim, kv_type)):
             stages = config.tile.kv_stages * config.ctas_per_sm
-            assert stages * config.tile.n * sum(config.stage_columns) * 2 >= 128 << 10
+            assert stages * config.tile.n * sum(config.layout.stage_columns) * 2 >= 128 << 10
 
     @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
     def test_chunks_are_whole_tiles(self, dim: int, kv_type: KvType) -> None:

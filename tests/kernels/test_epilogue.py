@@ -37,7 +37,7 @@ from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 pytestmark = pytest.mark.traced
 
 # The form of a warp's rows, the output columns that it writes, and the columns that it holds at a time.
-WIDTHS = sorted({(c.head_dim_v // c.v_splits, c.depth[1]) for c in shipped_configs()})
+WIDTHS = sorted({(c.head_dim_v // c.v_splits, c.layout.depth[1]) for c in shipped_configs()})
 LANE_WIDTHS = sorted({(v, LaneRow.pass_columns) for _, v in Sm100PrefillConfig.tiles})
 CASES = [*((RowFragment, *width) for width in WIDTHS), *((LaneRow, *width) for width in LANE_WIDTHS)]
 # Rows that are staged as float32: whole passes of 32 columns, and the half of one.

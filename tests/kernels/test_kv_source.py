@@ -131,7 +131,7 @@ class TestLocate:
         config = DecodeConfig(
             "sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_BOXES, 16, kv_type, 8
         )
-        width = config.kv_dims[0]
+        width = config.layout.kv_dims[0]
         row, head = (8 * width, width) if interleaves else (width, 16 * width)
         sizes = dict(zip(("columns", "depth", "is_value", "read_once"), (width, width, False, True), strict=True))
         operand = KvOperand(0, 128 * width, Int32(head), Int32(row), 0, 0, None, head_dim=width, **sizes)
@@ -396,7 +396,7 @@ class TestOperands:
         assert (key.page, key.head, key.row) == (g.k_page, g.k_head, g.k_row)
         assert (value.page, value.head, value.row) == (g.v_page, g.v_head, g.v_row)
         assert (key.head_dim, value.head_dim) == dims
-        assert (key.columns, value.columns) == config.columns
+        assert (key.columns, value.columns) == config.layout.columns
         assert (key.depth, value.depth) == {(192, 128): (192, 128), (80, 80): (80, 128)}[dims]
         assert (key.is_value, value.is_value) == (False, True)
         assert key.pages.shift == value.pages.shift == 4

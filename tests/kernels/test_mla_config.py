@@ -79,7 +79,7 @@ def test_every_kernel_fits(config: MlaConfig) -> None:
     assert isinstance(kernel, SwapABMlaSm90) == (config.rows == LATENT_SWAP_AB_ROWS)
     assert kernel.shared_bytes <= SHARED_BYTES
     assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
-    assert 2 * sum(config.kv_dims) == config.head_dim_qk * config.q_bytes
+    assert 2 * sum(config.layout.kv_dims) == config.head_dim_qk * config.q_bytes
     # The kernel for few rows has the work queue and Q of the decode kernel for few rows.
     docs = (type(kernel).__doc__ or "") + (SwapABDecodeSm90.__doc__ or "") * config.has_tree
     for edge in kernel.edges:

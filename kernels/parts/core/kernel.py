@@ -62,7 +62,7 @@ class AttentionKernel:
 
     def __init__(self, config: KernelConfig):
         self.config = config
-        self.tile = config.tile
+        self.tile, self.layout = config.tile, config.layout
         self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
         # The element type for TMA: 8-bit elements travel in pairs, as 16-bit elements of half the number of columns.
         self.word = self.dtype if self.dtype.width == 16 else cutlass.BFloat16
@@ -76,7 +76,7 @@ class AttentionKernel:
     def kv_source(self) -> type[KvSource]:
         """Return the KV source: the way that tiles of K and V reach shared memory."""
         c = self.config
-        boxes_of_columns = c.kv_fetch is KvFetch.PAGE_BOXES and c.columns != c.kv_dims
+        boxes_of_columns = c.kv_fetch is KvFetch.PAGE_BOXES and c.layout.columns != c.layout.kv_dims
         return PageColumnBoxes if boxes_of_columns else SOURCES[c.kv_fetch]
 
     @property
@@ -129,7 +129,7 @@ class AttentionKernel:
     @property
     def stage_bytes(self) -> tuple[int, int]:
         """Bytes of a stage of K, and of V, with their block scales."""
-        sizes = zip(self.config.stage_columns, self.scale_bytes, strict=True)
+        sizes = zip(self.layout.stage_columns, self.scale_bytes, strict=True)
         k, v = (self.tile.n * columns * HALFWORD_BYTES + scales for columns, scales in sizes)
         return k, v
 
@@ -181,8 +181,11 @@ class AttentionKernel:
 
     def _kv_atoms(self, a: Addresses, g):
         """Make the TMA atoms of K and V."""
-        c, (k_dim, v_dim) = self.config, self.config.kv_dims
-        k_strides, v_strides = c.kv_strides(g.k_page, g.k_head, g.k_row), c.kv_strides(g.v_page, g.v_head, g.v_row)
+        c, (k_dim, v_dim) = self.config, self.layout.kv_dims
+        k_strides, v_strides = (
+            c.layout.kv_strides(g.k_page, g.k_head, g.k_row),
+            c.layout.kv_strides(g.v_page, g.v_head, g.v_row),
+        )
         k = self._kv_atom(a.key, k_dim, g.kv_heads, (g.k_pages, g.k_rows), k_strides)
         v = self._kv_atom(a.value, v_dim, g.kv_heads, (g.v_pages, g.v_rows), v_strides)
         return k, v
@@ -211,15 +214,17 @@ class AttentionKernel:
         c, t = self.config, self.tile
         p = self._allocate_p(smem) if const_expr(self.p_tiles > 0) else None
         columns_first, per_word = self.source.columns_first, 16 // self.dtype.width
-        layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns * per_word, t.q_stages)]
+        layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.layout.q_columns * per_word, t.q_stages)]
         layouts += [
             copy.swizzled_layout(self.dtype, t.n, columns * per_word, stages, columns_first=columns_first)
-            for columns, stages in zip(c.stage_columns, t.loaded_stages, strict=True)
+            for columns, stages in zip(c.layout.stage_columns, t.loaded_stages, strict=True)
         ]
         if const_expr(c.dequantizes):
-            layouts += [copy.swizzled_layout(self.dtype, t.n, columns, t.kv_stages) for columns in c.operand_columns]
+            layouts += [
+                copy.swizzled_layout(self.dtype, t.n, columns, t.kv_stages) for columns in c.layout.operand_columns
+            ]
         if const_expr(c.transposes_v):
-            layouts += [copy.swizzled_layout(self.dtype, c.depth[1], c.transposed_columns, t.kv_stages)]
+            layouts += [copy.swizzled_layout(self.dtype, c.layout.depth[1], c.layout.transposed_columns, t.kv_stages)]
         tensors = [smem.allocate_tensor(self.dtype, l.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=l.inner) for l in layouts]
         staging = None
         if const_expr(self.staging_bytes > 0):
@@ -269,8 +274,8 @@ class AttentionKernel:
         destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
         with cute.arch.elect_one():
             barrier = ring.full_barrier(step)
-            columns, rows = self.config.loaded_q_columns, self.q_box_rows
-            first_block = self.config.first_loaded_q_block
+            columns, rows = self.layout.loaded_q_columns, self.q_box_rows
+            first_block = self.layout.first_loaded_q_block
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.q_rows * columns * HALFWORD_BYTES)
             first = row
             for box in cutlass.range(self.q_rows // rows, unroll=1):
@@ -325,7 +330,9 @@ class PrefillLaunch:
     ):
         """Build the TMA descriptors and launch. ``anchor`` is never read: its device is the launch device."""
         c, g, a = self.config, geometry, addresses
-        q = self._row_boxes(a.query, (g.tokens, c.q_dim, g.heads), c.q_strides(g.q_token, g.q_head), self.q_box_rows)
+        q = self._row_boxes(
+            a.query, (g.tokens, c.layout.q_dim, g.heads), c.layout.q_strides(g.q_token, g.q_head), self.q_box_rows
+        )
         k, v = self._kv_atoms(a, g)
         self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
             grid=[Int32(geometry.grid), 1, 1],

@@ -78,23 +78,23 @@ class KvOperand:
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
-        strides = config.kv_strides(g.k_page, g.k_head, g.k_row)
+        strides = config.layout.kv_strides(g.k_page, g.k_head, g.k_row)
         table = (a.key_table, g.key_table_row, page_size(g.page_divisor, g.k_rows, config.uneven_pages))
         scales = ScaleRows.key(config, a, g) if config.copies_scales else None
         return KvOperand._of(0, config, (a.key, *strides, *table), scales, DraftRows.of(config, a, g))
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
-        strides = config.kv_strides(g.v_page, g.v_head, g.v_row)
+        strides = config.layout.kv_strides(g.v_page, g.v_head, g.v_row)
         table = (a.value_table, g.value_table_row, page_size(g.page_divisor, g.v_rows, config.uneven_pages))
         scales = ScaleRows.value(config, a, g, interleaves=False) if config.copies_scales else None
         return KvOperand._of(1, config, (a.value, *strides, *table), scales, DraftRows.of(config, a, g))
 
     @staticmethod
     def _of(part: int, config, places: tuple, scales: ScaleRows | None, drafts: DraftRows | None) -> "KvOperand":
-        sizes = (config.kv_dims[part], config.columns[part], config.loaded_depth[part])
+        sizes = (config.layout.kv_dims[part], config.layout.columns[part], config.layout.loaded_depth[part])
         kind = dict(is_value=part == 1, read_once=config.reads_kv_once, draft_rows=drafts)
-        return KvOperand(*places, *sizes, **kind, scales=scales, stage_columns=config.stage_columns[part])
+        return KvOperand(*places, *sizes, **kind, scales=scales, stage_columns=config.layout.stage_columns[part])
 
 
 @device_struct

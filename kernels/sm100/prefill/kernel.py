@@ -81,7 +81,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         c, t = self.config, self.tile
         return (
-            roles.edge("q", "load_q", "mma", t.q_stages, self.q_rows * c.q_columns * HALFWORD_BYTES),
+            roles.edge("q", "load_q", "mma", t.q_stages, self.q_rows * c.layout.q_columns * HALFWORD_BYTES),
             *self._kv_edges(roles, *[("mma", Reader.TENSOR_CORES)] * 2),
             self._work_edge(roles, "load_q"),
             roles.edge("s", "mma", "softmax", Q_TILES),

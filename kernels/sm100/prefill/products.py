@@ -25,9 +25,9 @@ class Products:
     @staticmethod
     def create(kernel, tiles, rings, tensor_memory, pending) -> "Products":
         c, n, columns_first = kernel.config, kernel.tile.n, kernel.source.columns_first
-        q = SharedOperand.of(tiles.q, kernel.q_rows, c.q_columns, columns_first=False)
-        k = SharedOperand.of(tiles.k, n, c.columns[0], columns_first)
-        v = SharedOperand.of(tiles.v, n, c.columns[1], columns_first, reduces_rows=True)
+        q = SharedOperand.of(tiles.q, kernel.q_rows, c.layout.q_columns, columns_first=False)
+        k = SharedOperand.of(tiles.k, n, c.layout.columns[0], columns_first)
+        v = SharedOperand.of(tiles.v, n, c.layout.columns[1], columns_first, reduces_rows=True)
         return Products(kernel, rings, q, k, v, tensor_memory, pending)
 
     @cute.jit
@@ -116,7 +116,7 @@ class Products:
         c, n = self.kernel.config, self.kernel.tile.n
         kind = mma.instruction_descriptor(self.kernel.dtype, n, n_major_b=False)
         q_stage, k_stage = index, k_ring.stage(kv_step)
-        mma.issue_shared(self._scores(index), self.q, q_stage, self.k, k_stage, c.depth[0], kind)
+        mma.issue_shared(self._scores(index), self.q, q_stage, self.k, k_stage, c.layout.depth[0], kind)
         tmem.commit(shared_address(s_ring.full_barrier(Q_TILES * kv_step + index)))
 
     @cute.jit

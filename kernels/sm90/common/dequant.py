@@ -102,7 +102,7 @@ class E4m3Converter(Converter):
     def source_stage(self, step):
         """Wait for the loaded tile of ``step`` and return its address."""
         self.source_ring.wait_full(step)
-        columns = self.kernel.config.stage_columns[self.operand]
+        columns = self.kernel.layout.stage_columns[self.operand]
         return self.source + self.source_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
     def give_back(self, step) -> None:
@@ -117,7 +117,7 @@ class E4m3Converter(Converter):
         """Return the address of the dequantized tile of ``step``, once its place is free."""
         if not self.in_place:
             self.target_ring.wait_empty(step)
-        columns = self.kernel.config.operand_columns[self.operand]
+        columns = self.kernel.layout.operand_columns[self.operand]
         return self.target + self.target_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
     def read_ahead(self, step, read: Callable, count: int, under_way: int) -> Iterator:
@@ -138,7 +138,7 @@ class E4m3Converter(Converter):
     @cute.jit
     def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
-        loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
+        loaded, columns = config.layout.columns[self.operand], config.layout.operand_columns[self.operand]
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row, vector = thread // BLOCK_VECTORS, thread % BLOCK_VECTORS
         row ^= (row & 1) * BLOCK_VECTORS
@@ -182,7 +182,7 @@ class Nvfp4Converter(E4m3Converter):
     @property
     def row_parts(self) -> int:
         """Threads that share a row: the threads available for it, reduced so that each has whole vectors."""
-        vectors = self.kernel.config.depth[self.operand] // VECTOR_CODES
+        vectors = self.kernel.layout.depth[self.operand] // VECTOR_CODES
         return math.gcd(WARPGROUP // self.kernel.tile.n, vectors)
 
     @property
@@ -211,8 +211,8 @@ class Nvfp4Converter(E4m3Converter):
     @cute.jit
     def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
-        loaded, columns_first = config.columns[self.operand], self.kernel.source.columns_first
-        vectors = config.depth[self.operand] // VECTOR_CODES // self.row_parts  # of a thread
+        loaded, columns_first = config.layout.columns[self.operand], self.kernel.source.columns_first
+        vectors = config.layout.depth[self.operand] // VECTOR_CODES // self.row_parts  # of a thread
         cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have run ahead
         row, part = self._place()
         # Lanes without a row, if there are fewer parts than lanes, read the row of another lane.
@@ -232,7 +232,11 @@ class Nvfp4Converter(E4m3Converter):
     @cute.jit
     def _store_packed(self, target, row, vector, words, factors) -> None:
         """Dequantize a vector of codes and write the result as vectors ``vector`` and following of a row."""
-        n, dtype, columns = self.kernel.tile.n, self.kernel.dtype, self.kernel.config.operand_columns[self.operand]
+        n, dtype, columns = (
+            self.kernel.tile.n,
+            self.kernel.dtype,
+            self.kernel.layout.operand_columns[self.operand],
+        )
         for j in cutlass.range_constexpr(4):
             wide = e2m1.scaled(words[j], factors, dtype, half=j // 2, table=self.table)
             if row < n:
@@ -262,11 +266,11 @@ class TransposingConverter(Converter):
     @cute.jit
     def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
-        vectors = config.depth[1] // copy.VECTOR_BYTES  # of 16 columns
+        vectors = config.layout.depth[1] // copy.VECTOR_BYTES  # of 16 columns
         self.source_ring.wait_full(step)
         self.target_ring.wait_empty(step)
-        source = self.source + self.source_ring.stage(step) * (n * config.columns[1] * HALFWORD_BYTES)
-        target = self.target + self.target_ring.stage(step) * config.converted_bytes["v"]
+        source = self.source + self.source_ring.stage(step) * (n * config.layout.columns[1] * HALFWORD_BYTES)
+        target = self.target + self.target_ring.stage(step) * config.layout.converted_bytes["v"]
         for vector in cutlass.range(warp_in_warpgroup(), vectors, WARPS, unroll=1):
             self._transpose(source, target, vector)
         self.hand_over(step)
@@ -274,13 +278,13 @@ class TransposingConverter(Converter):
     def _transpose(self, source, target, vector) -> None:
         """Transpose 16 columns with one warp, 32 keys at a time."""
         config, n = self.kernel.config, self.kernel.tile.n
-        lane, columns, columns_first = cute.arch.lane_idx(), config.columns[1], self.kernel.source.columns_first
-        width = config.transposed_columns // HALFWORD_BYTES
+        lane, columns, columns_first = cute.arch.lane_idx(), config.layout.columns[1], self.kernel.source.columns_first
+        width = config.layout.transposed_columns // HALFWORD_BYTES
         first = copy.tile_vector(source, lane, vector, n, columns, columns_first)
         step = copy.block_row(PAIRED_KEYS, 0, n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
         # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the second sixteen.
         row = copy.VECTOR_BYTES * vector + lane % 16
-        place = copy.tile_vector(target, row, lane // 16, config.depth[1], width, False)
+        place = copy.tile_vector(target, row, lane // 16, config.layout.depth[1], width, False)
         for pair in range(n // PAIRED_KEYS):
             words = copy.load_matrix_x4(first + pair * step, transposes=True)
             turned = [
@@ -291,7 +295,7 @@ class TransposingConverter(Converter):
             # A pair has two vectors of a row. The swizzle only flips address bits, so an exclusive or leads from one
             # vector to the next: 24 instead of 75 instructions, 1.01 of the rate (H100, 2026-11-25).
             block, within = divmod(2 * pair, copy.VECTORS_PER_ROW)
-            block_start = block * config.depth[1] * copy.SWIZZLE_ROW_BYTES
+            block_start = block * config.layout.depth[1] * copy.SWIZZLE_ROW_BYTES
             copy.store_matrix_x4((place ^ (within * copy.VECTOR_BYTES)) + block_start, turned)
 
 

@@ -80,18 +80,18 @@ class Operands(RowOperands):
         row_block, column_half = place.row_block, place.column_half
         value = tiles.v
         if const_expr(kernel.config.v_splits > 1):
-            part = cute.crd2idx((0, kernel.config.depth[1], 0), tiles.v.layout)
+            part = cute.crd2idx((0, kernel.layout.depth[1], 0), tiles.v.layout)
             value = cute.make_tensor(tiles.v.iterator + column_half * part, tiles.v.layout)
-        return Operands.of_value(kernel, tiles, row_block, value, kernel.config.operand_columns[1])
+        return Operands.of_value(kernel, tiles, row_block, value, kernel.layout.operand_columns[1])
 
     @staticmethod
     def of_value(kernel, tiles: SharedTiles, row_block, value, columns: int) -> "Operands":
         """Return operands with ``value``, a tile of ``columns`` columns; only its first columns are multiplied."""
         t, source = kernel.tile, warpgroup.OperandSource
-        depth_qk, depth_v = kernel.config.depth
+        depth_qk, depth_v = kernel.layout.depth
         mma = partial(make_mma, kernel.dtype, warpgroups=kernel.config.consumer_warpgroups // kernel.config.v_splits)
         qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
-        pv_mma = mma((WARPGROUP_ROWS, kernel.config.product_columns), a_source=source.RMEM, b_major=OperandMajorMode.MN)
+        pv_mma = mma((WARPGROUP_ROWS, kernel.layout.product_columns), a_source=source.RMEM, b_major=OperandMajorMode.MN)
         qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)
         v_transposed = cute.make_layout((depth_v, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
         return Operands(

@@ -43,7 +43,7 @@ class DecodeKernel(AttentionKernel):
 
     def q_edge(self, roles: Roles) -> Edge:
         """Return the edge of Q, whose rows lanes of the role ``q_role`` copy."""
-        size = self.tile.m * self.config.q_columns * HALFWORD_BYTES
+        size = self.tile.m * self.layout.q_columns * HALFWORD_BYTES
         lanes = dict(producer_lanes=LANES, consumer_lanes=LANES if self.lanes_read_q else 1)
         return roles.edge("q", self.q_role, "attend", self.tile.q_stages, size, **lanes)
 
@@ -174,7 +174,7 @@ class DecodeKernel(AttentionKernel):
     def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tile, tiles, ring, step):
         """Load rows of Q by 16-byte copies. A row is one head of a token, and consecutive rows may be anywhere in
         memory. Rows without a token become zeros."""
-        blocks, rows_at_once = self.config.q_columns // BLOCK_COLUMNS, LANES // copy.VECTORS_PER_ROW
+        blocks, rows_at_once = self.layout.q_columns // BLOCK_COLUMNS, LANES // copy.VECTORS_PER_ROW
         vector = cute.arch.lane_idx() % copy.VECTORS_PER_ROW
         ring.wait_empty(step)
         destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
@@ -186,7 +186,7 @@ class DecodeKernel(AttentionKernel):
             source += vector * copy.VECTOR_BYTES
             target = copy.swizzled_vector(destination, row, vector)
             for block in cutlass.range_constexpr(blocks):
-                wanted = row < rows.count and block * BLOCK_COLUMNS + vector * 8 < self.config.q_dim
+                wanted = row < rows.count and block * BLOCK_COLUMNS + vector * 8 < self.layout.q_dim
                 from_block = source + block * copy.SWIZZLE_ROW_BYTES
                 to_block = target + block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
                 copy.async_copy_or_zero(to_block, from_block, wanted)

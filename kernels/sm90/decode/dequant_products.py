@@ -116,7 +116,7 @@ class DequantProducts:
         """Load Q of the warp's rows as float16. A bf16 row is scaled by a power of two that brings it into the float16
         range."""
         g, t = place_in_warp()
-        tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.config.q_columns * HALFWORD_BYTES)
+        tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.layout.q_columns * HALFWORD_BYTES)
         for product in range(self.products):
             words = []
             for block in self.blocks:
@@ -203,13 +203,13 @@ class DequantProducts:
 
     def rows(self, tile, part: int, stage, core_matrix, block: ColumnBlock):
         """Return the address of a column block of 8 keys in a stage of K (0) or V (1)."""
-        n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
+        n, columns = self.kernel.tile.n, self.kernel.layout.columns[part]
         place = copy.block_row(core_matrix * copy.ATOM_ROWS, block.index, n, columns, self.kernel.source.columns_first)
         return tile + stage * (n * columns * HALFWORD_BYTES) + place * copy.row_bytes(columns)
 
     def vector(self, part: int, rows, row, number):
         """Return the address of a vector in a row of K (0) or V (1); ``rows`` is an address from :meth:`rows`."""
-        return copy.swizzled_vector(rows, row, number, copy.row_bytes(self.kernel.config.columns[part]))
+        return copy.swizzled_vector(rows, row, number, copy.row_bytes(self.kernel.layout.columns[part]))
 
     def _place(self, rows, row, part, part_bytes: int, first: int):
         """Return the address of byte ``first`` in part ``part`` of a key's column block; parts have ``part_bytes``

@@ -91,7 +91,7 @@ class SwapABTree:
         c = self.config
         sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, ScheduleHooks())
         subtrees = share_subtrees(self.tile.m, c.head_dim_v, c.splitting_bytes)
-        resident = RESIDENT_BYTES // (c.chunk_tokens * HALFWORD_BYTES * sum(c.kv_dims))
+        resident = RESIDENT_BYTES // (c.chunk_tokens * HALFWORD_BYTES * sum(c.layout.kv_dims))
         return self.schedule_type(geometry, addresses, mask, *sizes, subtrees, resident)
 
     def softmax(self, scale) -> ColumnSoftmax:
@@ -235,11 +235,11 @@ class LeafOperands(ColumnOperands):
 
     @staticmethod
     def create(kernel, tiles: SharedTiles) -> "LeafOperands":
-        columns, mmas = kernel.config.columns[1], make_transposed_mmas(kernel.dtype, kernel.tile.m)
+        columns, mmas = kernel.layout.columns[1], make_transposed_mmas(kernel.dtype, kernel.tile.m)
         return LeafOperands(
             **ColumnOperands.fields(kernel, tiles, mmas, (tiles.k,), columns, kernel.step_tiles),
             v=transposed_values(kernel, mmas[1], tiles.v, columns, columns),
-            depth_qk=kernel.config.depth[0],
+            depth_qk=kernel.layout.depth[0],
             leaf_tiles=kernel.step_tiles,
         )
 

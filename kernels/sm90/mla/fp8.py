@@ -87,7 +87,7 @@ class Fp8MlaOperands(KeyHalves):
 
     @staticmethod
     def create(kernel, tiles) -> "Fp8MlaOperands":
-        t, source, (depth_qk, depth_v) = kernel.tile, warpgroup.OperandSource, kernel.config.depth
+        t, source, (depth_qk, depth_v) = kernel.tile, warpgroup.OperandSource, kernel.layout.depth
         shape = (WARPGROUP_ROWS, t.n)
         qk_mma = make_mma(kernel.dtype, shape, source.SMEM, OperandMajorMode.K, warpgroups=1)
         pv_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), source.RMEM, OperandMajorMode.K, warpgroups=1)
@@ -261,7 +261,7 @@ class Fp8MlaAttend(SharedSteps):
         self._write_weights(operands, which)
         self.meet()
         my_half.wait_full(other)
-        tile, columns = (self.tiles.k, self.tiles.v)[which], self.kernel.config.columns[which]
+        tile, columns = (self.tiles.k, self.tiles.v)[which], self.kernel.layout.columns[which]
         a, b = (Values.of(self.kernel, tile, columns, my_half.stage(2 * step + i)) for i in range(TILES))
         factors = shared_address(self._state(TILES * WARPGROUP_ROWS + cute.arch.lane_idx() % 4 * 2, 2).iterator)
         operands.add((a, b), factors)

@@ -144,9 +144,9 @@ class MlaSm90(DecodeKernel):
     def q_atom(self, a: Addresses, g: DecodeGeometry):
         # The heads of an expanded query share one address. TMA does not load such a query, but its descriptor needs a
         # nonzero stride.
-        (stride,) = self.config.q_strides(g.q_head)
+        (stride,) = self.layout.q_strides(g.q_head)
         rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.VECTOR_BYTES // HALFWORD_BYTES)
-        return self._row_boxes(a.query, (rows, self.config.q_dim, 1), (distance, distance), self.q_rows)
+        return self._row_boxes(a.query, (rows, self.layout.q_dim, 1), (distance, distance), self.q_rows)
 
     def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
         c = self.config
@@ -206,7 +206,7 @@ class MlaOperands(KeyHalves, Operands):
     def of_both(kernel, tiles) -> tuple["MlaOperands", "MlaOperands"]:
         """Return the operands of left and of right, in the same registers, so that both share the
         code after the steps."""
-        t, half, columns = kernel.tile, kernel.config.depth[1], kernel.config.columns
+        t, half, columns = kernel.tile, kernel.layout.depth[1], kernel.layout.columns
         common, right = (Operands.of_value(kernel, tiles, 0, *v) for v in zip((tiles.k, tiles.v), columns, strict=True))
         source = warpgroup.OperandSource.SMEM
         shape = (WARPGROUP_ROWS, half)

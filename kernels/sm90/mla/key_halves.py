@@ -90,8 +90,8 @@ class LatentLoads:
         """Return the operands of both halves. Both are values as well, so rows that no query sees become zeros."""
         c, a, g = self.kernel.config, addresses, geometry
         pages = page_size(g.page_divisor, g.k_rows, c.uneven_pages)
-        strides, table = c.kv_strides(g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
-        dims, columns = c.kv_dims, c.columns
+        strides, table = c.layout.kv_strides(g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
+        dims, columns = c.layout.kv_dims, c.layout.columns
         places = a.key, a.key + c.kv_bytes * (c.head_dim_v // 2)
         kind = dict(is_value=True, read_once=c.reads_kv_once, topk=c.sparse)
         kv_halves = [
@@ -105,8 +105,8 @@ class LatentLoads:
         return left, right
 
     def kv_atoms(self, a: Addresses, g: DecodeGeometry):
-        left, right = self.kernel.config.kv_dims
-        rest = (g.kv_heads, (g.k_pages, g.k_rows), self.kernel.config.kv_strides(g.k_page, g.k_head, g.k_row))
+        left, right = self.kernel.layout.kv_dims
+        rest = (g.kv_heads, (g.k_pages, g.k_rows), self.kernel.layout.kv_strides(g.k_page, g.k_head, g.k_row))
         return self.kernel._kv_atom(a.key, left, *rest), self.kernel._kv_atom(
             a.key + HALFWORD_BYTES * left, right, *rest
         )

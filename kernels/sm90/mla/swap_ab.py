@@ -147,7 +147,7 @@ class LatentOperands(ColumnOperands):
 
     @staticmethod
     def latent_fields(kernel, tiles: SharedTiles, mmas: tuple) -> dict[str, Any]:
-        depth_qk, columns = kernel.config.depth
+        depth_qk, columns = kernel.layout.depth
         fields = ColumnOperands.fields(kernel, tiles, mmas, (tiles.k, tiles.v), columns, 1)
         return dict(**fields, depths=(columns // 2, depth_qk - columns // 2), columns=columns)
 
@@ -189,10 +189,10 @@ class LatentLeafOperands(LatentOperands):
 
     @staticmethod
     def create(kernel, tiles: SharedTiles) -> "LatentLeafOperands":
-        mmas, half = make_transposed_mmas(kernel.dtype, kernel.tile.m), kernel.config.depth[1] // 2
+        mmas, half = make_transposed_mmas(kernel.dtype, kernel.tile.m), kernel.layout.depth[1] // 2
         fields = LatentOperands.latent_fields(kernel, tiles, mmas)
         o, layout = fields["o"], cute.make_layout(mmas[1].partition_shape_C((half, kernel.tile.m)))
-        kv_halves = zip((tiles.k, tiles.v), kernel.config.columns, strict=True)
+        kv_halves = zip((tiles.k, tiles.v), kernel.layout.columns, strict=True)
         return LatentLeafOperands(
             **fields,
             v=tuple(transposed_values(kernel, mmas[1], kv_half, width, half) for kv_half, width in kv_halves),

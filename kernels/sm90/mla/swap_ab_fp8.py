@@ -54,7 +54,7 @@ class Fp8LatentOperands(LatentOperands):
             make_mma(kernel.dtype, shape, place, OperandMajorMode.K, warpgroups=1)
             for place in (source.SMEM, source.RMEM)
         )
-        pv, blocks = pv_mma.get_slice(0), range(kernel.config.depth[1] // 2 // WARPGROUP_ROWS)
+        pv, blocks = pv_mma.get_slice(0), range(kernel.layout.depth[1] // 2 // WARPGROUP_ROWS)
         product = pv.partition_shape_C(shape)
         return Fp8LatentOperands(
             **LatentOperands.latent_fields(kernel, tiles, (qk_mma, pv_mma)),
@@ -67,7 +67,7 @@ class Fp8LatentOperands(LatentOperands):
     def multiply_values(self, rings, step) -> None:
         """Rescale O^T to the tile's references and add V^T P^T, first the left (0) and then the right (1) half."""
         for kv_half, ring in enumerate(rings):
-            tile, columns = (self.tiles.k, self.tiles.v)[kv_half], self.kernel.config.columns[kv_half]
+            tile, columns = (self.tiles.k, self.tiles.v)[kv_half], self.kernel.layout.columns[kv_half]
             values = Values.of(self.kernel, tile, columns, ring.stage(step))
             for block, operand in enumerate(self.values):
                 values.read(block, cute.recast_tensor(operand, Uint32))

@@ -24,9 +24,9 @@ def dequantize_queries(kernel, tile, stage, row_block, barrier: int, consumer) -
     at the named barrier ``barrier`` + ``consumer``."""
     config, rows = kernel.config, kernel.tile.m
     assert config.v_splits == 1, "two warpgroups with halves of the value have the same rows of Q"
-    wide, loaded = config.q_columns, config.loaded_q_columns
+    wide, loaded = config.layout.q_columns, config.layout.loaded_q_columns
     target = shared_address(tile.iterator) + stage * (rows * wide * HALFWORD_BYTES)
-    source = target + config.first_loaded_q_block * rows * copy.SWIZZLE_ROW_BYTES
+    source = target + config.layout.first_loaded_q_block * rows * copy.SWIZZLE_ROW_BYTES
     thread = cute.arch.thread_idx()[0] % WARPGROUP
     row, vector = row_block * WARPGROUP_ROWS + thread // BLOCK_VECTORS, thread % BLOCK_VECTORS
     for first in range(0, wide // BLOCK_COLUMNS, 2):

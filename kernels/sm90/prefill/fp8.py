@@ -61,7 +61,7 @@ def fp8_fields(kernel, tiles: SharedTiles, row_block, width: int) -> dict[str, A
     ``v`` is transposed: its columns are rows, in the order of ``TransposingConverter``.
     """
     t, source = kernel.tile, warpgroup.OperandSource
-    depth_qk, depth_v = kernel.config.depth
+    depth_qk, depth_v = kernel.layout.depth
     qk_mma, pv_mma = [
         make_mma(
             kernel.dtype,
@@ -115,7 +115,7 @@ class NSliceOperands(Fp8Rows, Operands):
 
     @staticmethod
     def create(kernel, tiles: SharedTiles, place: WarpgroupPlace, addresses, geometry) -> "NSliceOperands":
-        depth_v = kernel.config.depth[1]
+        depth_v = kernel.layout.depth[1]
         width = n_slice_columns(depth_v, kernel.tile.n)
         # A lane has the accumulators of wgmma: two columns of each eight, of two rows.
         product = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)

@@ -66,7 +66,7 @@ class PromotedOperands(Fp8Rows, Operands):
     @staticmethod
     def create(kernel, tiles: SharedTiles, place: WarpgroupPlace, addresses, geometry) -> "PromotedOperands":
         places = dict(staging=shared_address(tiles.staging), values=shared_address(tiles.v.iterator))
-        fields = fp8_fields(kernel, tiles, place.row_block, kernel.config.depth[1])
+        fields = fp8_fields(kernel, tiles, place.row_block, kernel.layout.depth[1])
         return PromotedOperands(**fields, kernel=kernel, **places)
 
     def rescale(self, softmax) -> None:
@@ -82,9 +82,9 @@ class PromotedOperands(Fp8Rows, Operands):
         stride = self.kernel.storing_warps * LANES * copy.VECTOR_BYTES
         own = [first + i * stride for i in range(PROMOTED_VECTORS)]
         # Each lane of a warpgroup has one row in a stage of transposed V. The stage has the number of the warpgroup.
-        stage = self.values + lane // WARPGROUP * config.converted_bytes["v"]
-        used, width = self.tile_n // copy.VECTOR_BYTES, config.transposed_columns // HALFWORD_BYTES
-        spare = copy.tile_vector(stage, lane % WARPGROUP, used, config.depth[1], width, False)
+        stage = self.values + lane // WARPGROUP * config.layout.converted_bytes["v"]
+        used, width = self.tile_n // copy.VECTOR_BYTES, config.layout.transposed_columns // HALFWORD_BYTES
+        spare = copy.tile_vector(stage, lane % WARPGROUP, used, config.layout.depth[1], width, False)
         return own[:-1] + [spare ^ (i * copy.VECTOR_BYTES) for i in range(SPARE_VECTORS)] + own[-1:]
 
     @cute.jit

@@ -227,7 +227,7 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         c, t = self.config, self.tile
-        q_bytes = t.m * c.q_columns * HALFWORD_BYTES
+        q_bytes = t.m * c.layout.q_columns * HALFWORD_BYTES
         by_lanes = dict(consumer_lanes=LANES) if self.reader is not Reader.TENSOR_CORES else {}
         if c.dequantizes_in_place:
             kv = kv_edges_in_place(self, roles, "convert")
@@ -244,13 +244,13 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
                 roles.edge(
                     f"converted_{name}", "convert", "attend", t.kv_stages, size, producer_lanes=LANES, **by_lanes
                 )
-                for name, size in (c.converted_bytes if c.converts else {}).items()
+                for name, size in (c.layout.converted_bytes if c.converts else {}).items()
             ],
         )
 
     def _converted_edges(self, roles: Roles, **arrivals: int) -> list[Edge]:
         """Return the edges of converted tiles in memory of their own."""
-        sizes = self.config.converted_bytes if self.config.converts else {}
+        sizes = self.layout.converted_bytes if self.config.converts else {}
         common = dict(producer_lanes=LANES, **arrivals)
         return [
             roles.edge(f"converted_{name}", "convert", "attend", self.tile.kv_stages, size, **common)

@@ -37,7 +37,7 @@ class NarrowOperands(WarpOperands):
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
-        columns, columns_first = config.operand_columns[1], self.columns_first
+        columns, columns_first = config.layout.operand_columns[1], self.columns_first
         stage = self.v_tile + v_stage * (self.tile_n * columns * HALFWORD_BYTES)
         words_of_p, cache = LANES * self.elements.p_bits // 64, self.elements
         for part in range(self.tile_n // LANES):
@@ -90,7 +90,7 @@ class Fp8Elements(NarrowElements):
 
 def read_spread_q(elements, tile, step: int) -> list:
     """Read Q of rows g and g + 8, with columns in the order of a word of K."""
-    m, columns = elements.kernel.tile.m, elements.kernel.config.q_columns
+    m, columns = elements.kernel.tile.m, elements.kernel.layout.q_columns
     (g, t), size = place_in_warp(), 2 * elements.neighbours
     words = []
     for vector in (2 * step, 2 * step + 1):  # of K

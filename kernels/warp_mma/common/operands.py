@@ -81,7 +81,9 @@ class WideElements:
         """Read Q of the warp's rows for the products of a step, from the stage at ``tile``."""
         config, lane = self.kernel.config, cute.arch.lane_idx()
         row, vector = lane % WARP_ROWS, 2 * step + lane // WARP_ROWS
-        return copy.load_matrix_x4(copy.tile_vector(tile, row, vector, self.kernel.tile.m, config.q_columns, False))
+        return copy.load_matrix_x4(
+            copy.tile_vector(tile, row, vector, self.kernel.tile.m, config.layout.q_columns, False)
+        )
 
     def keys(self, words: list, step: int, core_matrix: int) -> list:
         """Return operand B of each product of a step, from a lane's words of eight keys."""
@@ -113,8 +115,8 @@ class WarpOperands(RowOperands):
     def create(cls, kernel, tiles: SharedTiles, place: WarpPlace, addresses, geometry) -> "WarpOperands":
         elements = kernel.elements
         tile_n = kernel.tile.n
-        depth_qk, depth_v = kernel.config.depth
-        columns = kernel.config.operand_columns[1]
+        depth_qk, depth_v = kernel.layout.depth
+        columns = kernel.layout.operand_columns[1]
         first_block = place.column_half * (columns // (BLOCK_COLUMNS * kernel.config.v_splits))
         v_row = copy.block_row(0, first_block, tile_n, columns, kernel.source.columns_first)
         words = q_words(kernel)
@@ -163,7 +165,7 @@ class WarpOperands(RowOperands):
 
     def issue_qk(self, q_stage, k_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
-        columns, columns_first = config.operand_columns[0], self.columns_first
+        columns, columns_first = config.layout.operand_columns[0], self.columns_first
         stage = self.k_tile + k_stage * (self.tile_n * columns * HALFWORD_BYTES)
         # without the tie the compiler would keep Q in registers, and there are too few
         q_tile = tied(self.q_tile, k_stage)
@@ -186,7 +188,7 @@ class WarpOperands(RowOperands):
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
-        columns, columns_first = config.operand_columns[1], self.columns_first
+        columns, columns_first = config.layout.operand_columns[1], self.columns_first
         stage = self.v_tile + v_stage * (self.tile_n * columns * HALFWORD_BYTES)
         for step in range(self.tile_n // MMA_DEPTH):
             a = [self.p[4 * step + i] for i in range(4)]
@@ -214,4 +216,4 @@ def q_words(kernel) -> int:
 
 def q_steps(config) -> int:
     """Return the number of ldmatrix reads that cover the columns of K."""
-    return config.depth[0] * config.operand_bits // (8 * STEP_BYTES)
+    return config.layout.depth[0] * config.layout.operand_bits // (8 * STEP_BYTES)

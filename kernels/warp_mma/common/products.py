@@ -71,11 +71,11 @@ class WarpProducts:
         ``part`` selects K (0) or V (1), in MLA the left or right half of the keys."""
         config, lane = self.kernel.config, _lane(stage)
         own = warp_in_warpgroup() * WARP_COLUMNS % self.kernel.tile.n  # the first of the warp's keys in the stage
-        q_tile = self.q_tile + q_stage * (self.kernel.tile.m * config.q_columns * HALFWORD_BYTES)
+        q_tile = self.q_tile + q_stage * (self.kernel.tile.m * config.layout.q_columns * HALFWORD_BYTES)
         keys = self._stage(part, stage)
         for step in range(depth // MMA_DEPTH):
             if step % 2 == 0:
-                rows = self._rows(lane, q_tile, config.q_columns, q_first // MMA_DEPTH + step)
+                rows = self._rows(lane, q_tile, config.layout.q_columns, q_first // MMA_DEPTH + step)
             key, vector = own + lane % 16, 2 * step + lane // 16
             a = copy.load_matrix_x4(self._vector(keys, part, key, vector))
             for product in range(self.products):
@@ -100,10 +100,10 @@ class WarpProducts:
                     accumulate(self.o, fragment, a, rows[step % 2][product], self.kernel.dtype)
 
     def _stage(self, part: int, stage):
-        return self.kv_tiles[part] + stage * (self.kernel.tile.n * self.kernel.config.columns[part] * HALFWORD_BYTES)
+        return self.kv_tiles[part] + stage * (self.kernel.tile.n * self.kernel.layout.columns[part] * HALFWORD_BYTES)
 
     def _vector(self, stage, part: int, key, vector):
-        n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
+        n, columns = self.kernel.tile.n, self.kernel.layout.columns[part]
         return copy.tile_vector(stage, key, vector, n, columns, self.kernel.source.columns_first)
 
     def _rows(self, lane, tile, columns: int, step: int) -> list[list]:

@@ -55,7 +55,7 @@ class Sm120DecodeConfig(DecodeConfig):
     def tile(self) -> Tile:
         # K and V each get the largest power of two that is at most a third of shared memory. If that is less than a
         # tile, the tile is loaded by halves of its keys.
-        row_bytes = HALFWORD_BYTES * self.columns[0]
+        row_bytes = HALFWORD_BYTES * self.layout.columns[0]
         stage_bytes = power_of_two_in(self.most_shared_bytes // 3)
         keys = min(LEAF_TILE, stage_bytes // row_bytes)
         stages = min(power_of_two_in(stage_bytes // (keys * row_bytes)), _MOST_STAGES)
@@ -65,9 +65,9 @@ class Sm120DecodeConfig(DecodeConfig):
     def smem_levels(self) -> int:
         """Tree levels in shared memory: the levels that fit beside K, V, their scales, Q and P. The longest possible
         output tile limits them, too."""
-        key = HALFWORD_BYTES * sum(self.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
+        key = HALFWORD_BYTES * sum(self.layout.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
         used = self.tile.kv_stages * self.tile.n * key + _OTHER_BYTES
-        used += HALFWORD_BYTES * self.rows * (self.q_columns + LEAF_TILE * self.leaf_tiles)
+        used += HALFWORD_BYTES * self.rows * (self.layout.q_columns + LEAF_TILE * self.leaf_tiles)
         return min((self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v), _MOST_LEVELS)
 
 
@@ -88,6 +88,6 @@ class Sm120MlaConfig(MlaConfig):
 
     @property
     def tile(self) -> Tile:
-        used = HALFWORD_BYTES * LATENT_SWAP_AB_ROWS * (self.q_columns + LEAF_TILE) + _OTHER_BYTES
-        stages = (self.most_shared_bytes - used) // (HALFWORD_BYTES * LEAF_TILE * sum(self.operand_columns))
+        used = HALFWORD_BYTES * LATENT_SWAP_AB_ROWS * (self.layout.q_columns + LEAF_TILE) + _OTHER_BYTES
+        stages = (self.most_shared_bytes - used) // (HALFWORD_BYTES * LEAF_TILE * sum(self.layout.operand_columns))
         return replace(_TILE, m=LATENT_SWAP_AB_ROWS, kv_stages=power_of_two_in(stages))

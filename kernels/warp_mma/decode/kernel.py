@@ -61,7 +61,7 @@ class WarpLeafOperands(WarpProducts):
     @cute.jit
     def _add_own_scores(self, tile: cutlass.Constexpr[int], first: cutlass.Constexpr[int], stage, q_stage) -> None:
         """Multiply the warp's keys, if they are among the loaded keys, which start at key ``first`` of the tile."""
-        keys, depth = self.kernel.tile.n, self.kernel.config.depth[0]
+        keys, depth = self.kernel.tile.n, self.kernel.layout.depth[0]
         if const_expr(keys == LEAF_TILE):
             self.add_scores(tile, 0, stage, q_stage, depth)
         else:
@@ -75,7 +75,7 @@ class WarpLeafOperands(WarpProducts):
         for i in range(self.kernel.step_tiles):
             ring.wait_full(step + i)
             tile, first_key = self.loaded(i)
-            self.add_values(tile, 1, ring.stage(step + i), self.kernel.config.columns[1], first_key=first_key)
+            self.add_values(tile, 1, ring.stage(step + i), self.kernel.layout.columns[1], first_key=first_key)
             ring.release(step + i)
 
     def finish_values(self, ring, step) -> None:

@@ -38,7 +38,7 @@ class WarpLatentOperands(WarpProducts):
         self.s.fill(0.0)
         for kv_half, ring in enumerate(rings):
             ring.wait_full(step)
-            depths = self.kernel.config.kv_dims
+            depths = self.kernel.layout.kv_dims
             self.add_scores(0, kv_half, ring.stage(step), q_stage, depths[kv_half], kv_half * depths[0])
 
     def multiply_values(self, rings, step) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from hopwell.kernels import support
 from hopwell.kernels.config.base import KvType, Tile, rounded_up
+from hopwell.kernels.config.layout import OperandLayout, PrefillLayout
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.hardware import WARP_MMA
 
@@ -70,11 +71,37 @@ def _of(dims: tuple[int, int]) -> Tile:
     return next(tile for columns, tile in _OF_COLUMNS.items() if max(dims) <= columns)
 
 
+class WarpPrefillLayout(PrefillLayout):
+    """Widths of prefill whose warps convert narrow K and V on the way to their products."""
+
+    @property
+    def operand_bits(self) -> int:
+        """Bits of an element of K and V in the form that the attend warps take."""
+        return 16 if self.config.dequantizes else self.config.kv_element.bits
+
+    @property
+    def operand_columns(self) -> tuple[int, int]:
+        return self.columns if self.config.has_narrow_kv else super().operand_columns
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Columns that warps multiply, in whole ldmatrix reads: 32 bytes of a row of K and 16 bytes of a row of V."""
+        if not self.config.has_narrow_kv:
+            return super().depth
+        bits = self.config.kv_element.bits
+        return rounded_up(self.config.head_dim_qk, 32 * 8 // bits), rounded_up(self.config.head_dim_v, 16 * 8 // bits)
+
+    @property
+    def loaded_depth(self) -> tuple[int, int]:
+        return self.kv_dims if self.config.has_narrow_kv else super().loaded_depth
+
+
 @dataclass(frozen=True)
 class Sm120PrefillConfig(PrefillConfig):
     """A prefill kernel with products of single warps (mma.sync)."""
 
     can_dequantize_q: ClassVar[bool] = False
+    layout_type: ClassVar[type[OperandLayout]] = WarpPrefillLayout
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {
         dims: _of(dims) for dims in HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
@@ -109,12 +136,7 @@ class Sm120PrefillConfig(PrefillConfig):
     @property
     def has_narrow_kv(self) -> bool:
         """Whether the attend warps take K and V of fewer than 16 bits."""
-        return self.operand_bits < 16
-
-    @property
-    def operand_bits(self) -> int:
-        """Bits of an element of K and V in the form that the attend warps take."""
-        return 16 if self.dequantizes else self.kv_element.bits
+        return self.layout.operand_bits < 16
 
     @property
     def dequantizes(self) -> bool:
@@ -127,19 +149,3 @@ class Sm120PrefillConfig(PrefillConfig):
     @property
     def transposes_v(self) -> bool:
         return False  # attend warps transpose V
-
-    @property
-    def operand_columns(self) -> tuple[int, int]:
-        return self.columns if self.has_narrow_kv else super().operand_columns
-
-    @property
-    def depth(self) -> tuple[int, int]:
-        """Columns that warps multiply, in whole ldmatrix reads: 32 bytes of a row of K and 16 bytes of a row of V."""
-        if not self.has_narrow_kv:
-            return super().depth
-        bits = self.kv_element.bits
-        return rounded_up(self.head_dim_qk, 32 * 8 // bits), rounded_up(self.head_dim_v, 16 * 8 // bits)
-
-    @property
-    def loaded_depth(self) -> tuple[int, int]:
-        return self.kv_dims if self.has_narrow_kv else super().loaded_depth

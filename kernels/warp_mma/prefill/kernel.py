@@ -81,7 +81,7 @@ class PrefillSm120(PrefillSm90):
         at 128 columns without a mask. A loop of one step before it leaves none of 363 instructions, and under masks at
         most 3 of the 14 to 16. Up to 64 columns there are 2 to 4 without this loop, and up to 12 with it (2026-11-25).
         """
-        return self.config.dequantizes and max(self.config.depth) > BLOCK_COLUMNS
+        return self.config.dequantizes and max(self.layout.depth) > BLOCK_COLUMNS
 
     @property
     def stages_pairs(self) -> bool:
