@@ -260,7 +260,6 @@ def test_context_nvfp4_output_changed_after_construction() -> None:
     ("changes", "text"),
     [
         ({"query": data(8, 4, 264), "kv_cache": data(PAGES, 2, 2, 16, 264)}, "head_dim=264"),
-        ({"kv_cache": data(PAGES, 2, 2, 2048, DIM)}, "page_size=2048"),
         ({"query": data(8, 4, 112), "kv_cache": data(PAGES, 2, 2, 16, 112, dtype=FP8)}, "head_dim=112"),
     ],
 )

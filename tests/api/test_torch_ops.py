@@ -77,6 +77,12 @@ def append_arguments(stacked: bool = True) -> dict[str, Any]:
     )
 
 
+def slot_arguments() -> dict[str, Any]:
+    named = append_arguments()
+    kept = ("append_key", "append_value", "paged_kv_cache")
+    return {name: named[name] for name in kept} | dict(slot_mapping=torch.tensor([0, -1, 33]))
+
+
 def nvfp4_output() -> dict[str, Any]:
     cache = valid_calls.stacked("HND", FP8)
     return {**valid_calls.context(cache, "HND", data(8, 4, 64, dtype=FP8)), "out_dtype": "nvfp4", "o_sf_scale": 1.0}
@@ -160,6 +166,7 @@ CHECKED: dict[str, Callable[[], dict[str, Any]]] = {
     "trtllm_batch_decode_with_kv_cache": lambda: valid_calls.xqa(valid_calls.stacked("HND"), "HND"),
     "trtllm_batch_decode_with_kv_cache_mla": lambda: form(MLA, "dense"),
     "append_paged_kv_cache": append_arguments,
+    "append_paged_kv_cache_with_slot_mapping": slot_arguments,
     "get_seq_lens": lambda: dict(kv_indptr=ints(0, 3), kv_last_page_len=ints(13), page_size=16),
     "get_batch_indices_positions": lambda: dict(append_indptr=ints(0, 1, 3), seq_lens=ints(5, 5), nnz=4),
 }
@@ -201,7 +208,7 @@ def test_every_combination_of_results(case: tuple[str, Callable[[], dict[str, An
 
 
 def test_ops_take_the_arguments_of_their_entries() -> None:
-    assert set(torch_ops.TRACED) == {max(n for n in torch_ops.TRACED if op.startswith(n)) for op in CHECKED}
+    assert set(torch_ops.TRACED) == {max((n for n in torch_ops.TRACED if op.startswith(n)), key=len) for op in CHECKED}
     schema = OPS.xqa_batch_decode_with_kv_cache_out.default._schema
     kinds = {argument.name: str(argument.type) for argument in schema.arguments}
     assert (kinds["k_cache"], kinds["v_cache"]) == ("Tensor", "Optional[Tensor]")

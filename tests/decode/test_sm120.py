@@ -46,7 +46,6 @@ def test_decode(config: DecodeConfig) -> None:
         group = config.rows // 4
         case = Case([7, 0, 3, 1], [leaf + 2, 40, 1, 70], group, drafts="tree", window=leaf, ragged=True)
     check_config(config, case, page, "cpu", schedules(leaf, 1, arch=ARCH, strict=True))
-    assert "Sm120" in emulator.report().kernel
     assert not emulator.report().warnings
 
 

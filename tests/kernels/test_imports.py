@@ -48,8 +48,13 @@ def imports(module: str) -> Iterator[str]:
             yield from (name if name in FILES else source for name in names if name in FILES or source in FILES)
 
 
+# The entries import the mark of traced functions. The first traced call imports the ops, which wrap the entries.
+AT_THE_FIRST_CALL = ("hopwell._calls.dynamo", "hopwell.torch_ops")
+
+
 def test_no_circle() -> None:
     graph = {module: {name for name in imports(module) if name != module} for module in FILES}
+    graph[AT_THE_FIRST_CALL[0]].remove(AT_THE_FIRST_CALL[1])
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

@@ -33,7 +33,8 @@ def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
 def imported_by_tests() -> set[str]:
     """Return the full names that tests, examples and the modules of hopwell.perf that tests import name in imports.
 
-    Tests in ``tests/clients`` run in environments of their own. Functions of hopwell.perf may import optional packages, so only its modules' own imports count.
+    Tests in ``tests/clients`` run in environments of their own. Functions of hopwell.perf may import optional packages,
+    so only its modules' own imports count.
     """
     files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
     files = [file for file in files if file.parent != ROOT / "tests" / "clients"]

@@ -74,6 +74,7 @@ def test_the_command_compiles_them(monkeypatch: pytest.MonkeyPatch) -> None:
         return [toolchain.Artifact(Path(name)) for name in asked]
 
     monkeypatch.setattr(toolchain, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(toolchain, "stored", lambda config: None)
     arguments = ["compile", "--cases", "L1", "--candidates", "*pages of 16", "--jobs", "1"]
     done = CliRunner().invoke(command.app, arguments)
     assert done.exit_code == 0, done.output

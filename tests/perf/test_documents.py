@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -149,7 +150,7 @@ def test_what_is_not_there_is_named(run: Run, tmp_path: Path, cases: str, path: 
     before = page.read_text()
     done = CliRunner().invoke(command.app, ["document", str(page)])
     assert done.exit_code == 2
-    assert message in done.output
+    assert message in re.sub(r"[\s│]", "", done.output)  # a narrow terminal breaks lines anywhere
     assert page.read_text() == before
 
 

@@ -25,6 +25,7 @@ PUBLIC = {
     "torch.distributed",
     "os",
     "hopwell",
+    "hopwell.decode",
     "hopwell.layouts",
     "hopwell.mla",
     "hopwell.torch_ops",

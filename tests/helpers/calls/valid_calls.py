@@ -307,7 +307,7 @@ def _mla_forms() -> list[Form]:
         Form("fp8", function, lambda: mla(data(PAGES, 1, PAGE, 576, dtype=FP8), ints(*TABLE)), copies=True),
         Form("packed", function, lambda: {**mla(data(PAGES, PAGE, 576), ints(*TABLE)), "kv_cache": packed_rows()}),
         Form("sparse", function, sparse),
-        Form("large-pages", function, lambda: mla(data(PAGES, 2048, 576), ints(*TABLE)), runs=False),
+        Form("large-pages", function, lambda: mla(data(PAGES, 2048, 576), ints(*TABLE))),
         Form("ragged", function, ragged),
         Form("counted", function, counted),
         Form("ranks", function, ranks),
