@@ -119,9 +119,8 @@ class NSliceOperands(Fp8Rows, Operands):
         width = n_slice_columns(depth_v, kernel.tile.n)
         # A lane has the accumulators of wgmma: two columns of each eight, of two rows.
         product = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
-        return NSliceOperands.of_products(
-            kernel, tiles, place.row_block, width, product=product, n_slices=depth_v // width
-        )
+        fields = fp8_fields(kernel, tiles, place.row_block, width)
+        return NSliceOperands(**fields, product=product, n_slices=depth_v // width)
 
     def issue_n_slice(self, v_stage, n_slice: int) -> None:
         """Issue the product of P and one n slice of V."""

@@ -33,8 +33,9 @@ class WarpPlace:
     def of(kernel, consumer) -> "WarpPlace":
         """Return the place of this warp, which belongs to warpgroup ``consumer``."""
         row_warps = WARPS // kernel.config.v_splits
+        column_half = warp_in_warpgroup() // row_warps
         warp_row = (consumer * row_warps + warp_in_warpgroup() % row_warps) * WARP_ROWS
-        return WarpPlace(consumer, warp_in_warpgroup() // row_warps, warp_row, kernel.config.v_splits)
+        return WarpPlace(consumer, column_half, warp_row, kernel.config.v_splits)
 
     @property
     def has_own_keys(self) -> bool:
