@@ -17,6 +17,8 @@ def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.
     key = torch.arange(kv_len, device=device)[None]
     if mask.kind is MaskKind.FULL:
         return torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+    if mask.kind not in (MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED):
+        raise ValueError(f"no oracle for the mask {mask.kind}")
     seen = key <= position
     if mask.kind is MaskKind.SLIDING_WINDOW:
         seen &= key >= position - mask.window_left
