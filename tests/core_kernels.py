@@ -16,7 +16,7 @@ KERNELS = {
     "prefill_sm_90a_bf16_d128_causal_kv_nvfp4_pages16": "an NVFP4 cache, with block scales",
     "prefill_sm_90a_fp16_to_e4m3_d192_causal_kv_nvfp4_rows": "an NVFP4 cache at head dim 192, with an e4m3 output",
     "prefill_sm_90a_e4m3_to_nvfp4_d128_causal_pages16": "e4m3 products, and an NVFP4 output with block scales",
-    "prefill_sm_90a_e4m3_to_bf16_d96_chunked_soft_cap_contiguous": "e4m3 products in n slices, without promotion; compiled only",
+    "prefill_sm_90a_e4m3_to_bf16_d96_chunked_soft_cap_contiguous": "e4m3 products in n slices; compiled only",
     # sm_90a, decode
     "decode_sm_90a_bf16_d128_full_rows8_pages16": "the usual decode: bf16, head dim 128, 8 rows, stream-K",
     "decode_sm_90a_bf16_d128_full_kv_e4m3_rows8_pages16": "an e4m3 cache, widened in registers",
