@@ -34,7 +34,7 @@ DTYPES = (
 )
 # Errors may name either argument of an inconsistent pair.
 PARTNERS = {
-    "query": ("kv_cache", "out", "lse", "sinks", "q_len_per_req", "block_tables"),
+    "query": ("kv_cache", "out", "lse", "sinks", "q_len_per_req", "block_tables", "causal_seqlens_kv_global"),
     "kv_cache": ("kv_block_scales", "kv_cache_sf", "query"),
     "qkv": ("sinks", "out"),
     "input_layout": ("qkv", "block_tables"),

@@ -185,7 +185,7 @@ class TestResources:
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_tiles_fit_the_instructions(self, dims: tuple[int, int]) -> None:
-        _, depth_v = any_config(dims).depth
+        _, depth_v = any_config(dims).layout.depth
         assert all(dim % 8 == 0 for dim in dims), "rows are copied and stored in pieces of 8 columns"
         for tile in every_tile(dims):
             assert tile.m % 64 == 0, "wgmma has 64 rows"
@@ -234,7 +234,8 @@ class TestResources:
         ids=str,
     )
     def test_columns_by_hand(self, dims: tuple[int, int], columns: tuple[int, int], depth: tuple[int, int]) -> None:
-        assert (any_config(dims).columns, any_config(dims).depth) == (columns, depth)
+        layout = any_config(dims).layout
+        assert (layout.columns, layout.depth) == (columns, depth)
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_consumers_have_registers_for_their_tiles(self, dims: tuple[int, int]) -> None:

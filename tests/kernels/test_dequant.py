@@ -83,17 +83,24 @@ def test_dequantized_chunks(
         copy.tile_vector(0, row, vector, KEYS, loaded, columns_first): (row, vector)
         for row, vector in itertools.product(range(KEYS), range(columns // 16))
     }
-    config = SimpleNamespace(
+    layout = SimpleNamespace(
         columns=(loaded, loaded),
         stage_columns=(columns, columns) if in_place else (loaded, loaded),
         operand_columns=(columns, columns),
+    )
+    config = SimpleNamespace(
+        layout=layout,
         dequantizes_in_place=in_place,
         converting_warpgroups=1 + by_two,
         kv_type=None,
     )
     ring = SimpleNamespace(stage=lambda step: 0, **dict.fromkeys(RING_METHODS, lambda step: None))
     kernel = SimpleNamespace(
-        config=config, dtype=None, tile=SimpleNamespace(n=KEYS), source=SimpleNamespace(columns_first=columns_first)
+        config=config,
+        layout=layout,
+        dtype=None,
+        tile=SimpleNamespace(n=KEYS),
+        source=SimpleNamespace(columns_first=columns_first),
     )
     converter = E4m3Converter(kernel, 0, ring, TARGET, ring, 0)
     monkeypatch.setattr(E4m3Converter, "show", lambda self, step: None)
@@ -143,9 +150,17 @@ def test_transposed_keys_and_columns(
     warp = Bytes(monkeypatch)
     loaded = -(-columns // 128) * 64  # in units of 16 bits
     width = -(-keys // 128) * 128
-    config = SimpleNamespace(columns=(loaded, loaded), depth=(columns, columns), transposed_columns=width)
+    layout = SimpleNamespace(
+        columns=(loaded, loaded),
+        depth=(columns, columns),
+        transposed_columns=width,
+        converted_bytes=dict(v=columns * width),
+    )
     kernel = SimpleNamespace(
-        config=config, tile=SimpleNamespace(n=keys), source=SimpleNamespace(columns_first=columns_first)
+        config=SimpleNamespace(layout=layout),
+        layout=layout,
+        tile=SimpleNamespace(n=keys),
+        source=SimpleNamespace(columns_first=columns_first),
     )
     for key, column in itertools.product(range(keys), range(columns)):
         vector = copy.tile_vector(0, key, column // 16, keys, loaded, columns_first)

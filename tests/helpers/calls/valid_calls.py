@@ -198,13 +198,18 @@ CONTEXT_FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
+def _wide_heads() -> dict[str, Any]:
+    """Return a call that no kernel serves: head dims end at 256, except 512."""
+    return context(stacked("HND", width=264), "HND", data(TOKENS, HEADS, 264))
+
+
 def _context_forms() -> list[Form]:
     function = hopwell.trtllm_batch_context_with_kv_cache
     return [
         Form(f"{name}-{layout}", function, partial(build, layout))
         for name, build in CONTEXT_FORMS.items()
         for layout in ("HND", "NHD")
-    ]
+    ] + [Form("without-a-kernel", function, _wide_heads, runs=False)]
 
 
 def _fmha_v2_forms() -> list[Form]:
@@ -307,7 +312,6 @@ def _mla_forms() -> list[Form]:
         Form("fp8", function, lambda: mla(data(PAGES, 1, PAGE, 576, dtype=FP8), ints(*TABLE)), copies=True),
         Form("packed", function, lambda: {**mla(data(PAGES, PAGE, 576), ints(*TABLE)), "kv_cache": packed_rows()}),
         Form("sparse", function, sparse),
-        Form("large-pages", function, lambda: mla(data(PAGES, 2048, 576), ints(*TABLE))),
         Form("ragged", function, ragged),
         Form("counted", function, counted),
         Form("ranks", function, ranks),
