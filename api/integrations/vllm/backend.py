@@ -20,8 +20,8 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.integrations.vllm import caches, capability
+from hopwell.integrations.vllm.batch_metadata import HopwellMetadata
 from hopwell.integrations.vllm.capability import FP8, NVFP4
-from hopwell.integrations.vllm.metadata import HopwellMetadata
 from hopwell.kernels.masks import MaskKind
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 import hopwell
 
 if TYPE_CHECKING:
-    from hopwell.integrations.vllm.metadata import HopwellMetadata
+    from hopwell.integrations.vllm.batch_metadata import HopwellMetadata
 
 
 def combine_function() -> Callable[..., Any]:

@@ -10,8 +10,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 import hopwell
 from hopwell.integrations.vllm import caches, capability, dcp
+from hopwell.integrations.vllm.batch_metadata import HopwellMetadata
 from hopwell.integrations.vllm.capability import FP8, NVFP4
-from hopwell.integrations.vllm.metadata import HopwellMetadata
 from hopwell.kernels.masks import MaskKind
 
 
