@@ -116,7 +116,7 @@ class Argument(NamedTuple):
 
 
 class Signature:
-    """The arguments of an entry, and of its ops without those that concern results, which differ between ops."""
+    """The arguments of an entry and of its ops. Arguments that concern results differ between ops and are left out."""
 
     def __init__(self, function: Callable[..., Any], results: Collection[str] = ()):
         self.parameters = inspect.signature(function).parameters

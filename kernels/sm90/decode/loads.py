@@ -8,9 +8,8 @@ from cutlass import const_expr
 
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core.device import shared_address
-from hopwell.kernels.parts.core.kernel import AttentionKernel
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
-from hopwell.kernels.parts.load.kv_source import KvOperand, KvSource
+from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.sm90.common.kernel import K_WARP, LOAD_ROLES, Q_WARP, V_WARP, loading_ring
 from hopwell.kernels.sm90.decode.rows import PackedLogits
@@ -18,8 +17,6 @@ from hopwell.kernels.sm90.decode.rows import PackedLogits
 
 class KvLoads:
     """Loads of K by warp 0, of V by warp 1 and of Q by warp 2."""
-
-    warps_without_work = 0  # load warps that do not read the work queue
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
@@ -31,12 +28,6 @@ class KvLoads:
     def edges(self, roles: Roles, reader: Reader) -> list[Edge]:
         """Return the edges of K and V."""
         return self.kernel._kv_edges(roles, ("attend", reader), ("attend", reader))
-
-    def kv_source(self) -> type[KvSource]:
-        return AttentionKernel.kv_source(self.kernel)
-
-    def kv_atoms(self, a: Addresses, g: DecodeGeometry) -> tuple:
-        return AttentionKernel._kv_atoms(self.kernel, a, g)
 
     def logits(self, mask: IntervalMask, addresses: Addresses, geometry: DecodeGeometry) -> PackedLogits:
         """Return the rows' view of the keys."""
