@@ -28,6 +28,15 @@ def mla_query_dtype(dtype: torch.dtype, kv: torch.dtype) -> torch.dtype:
     return FP8 if kv is FP8 and dtype is torch.bfloat16 else dtype
 
 
+def take_dtypes(impl: Any, kv_cache_dtype: str) -> None:
+    """Give an MLA implementation of vLLM the dtypes of its cache and queries, and follow vLLM's batch invariance."""
+    dtype = torch.get_default_dtype()
+    impl.kv_dtype = capability.cache_dtype(kv_cache_dtype, dtype, MLA_CACHE_DTYPES)
+    impl.supports_quant_query_input = mla_query_dtype(dtype, impl.kv_dtype) is FP8
+    if envs.VLLM_BATCH_INVARIANT:
+        hopwell.batch_invariant(True)
+
+
 def layer_scales(scale: float, layer: Any, query: torch.dtype, kv: torch.dtype) -> tuple[float, float]:
     """Return the factors on q k^T and on the output for a layer of vLLM."""
     if kv is not FP8:
@@ -222,11 +231,7 @@ class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        dtype = torch.get_default_dtype()
-        self.kv_dtype = capability.cache_dtype(kv_cache_dtype, dtype, MLA_CACHE_DTYPES)
-        self.supports_quant_query_input = mla_query_dtype(dtype, self.kv_dtype) is FP8
-        if envs.VLLM_BATCH_INVARIANT:
-            hopwell.batch_invariant(True)
+        take_dtypes(self, kv_cache_dtype)
 
     def forward_mqa(
         self,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import vllm.envs as envs
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -16,9 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
 import hopwell
-from hopwell.integrations.vllm import capability
-from hopwell.integrations.vllm.capability import MLA_CACHE_DTYPES
-from hopwell.integrations.vllm.mla import HopwellMLABackend, check_features, layer_scales, mla_query_dtype
+from hopwell.integrations.vllm.mla import HopwellMLABackend, check_features, layer_scales, take_dtypes
 
 
 class HopwellMLASparseBackend(HopwellMLABackend):
@@ -92,11 +89,7 @@ class HopwellMLASparseImpl(SparseMLACommonImpl[HopwellMLASparseMetadata]):
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        dtype = torch.get_default_dtype()
-        self.kv_dtype = capability.cache_dtype(kv_cache_dtype, dtype, MLA_CACHE_DTYPES)
-        self.supports_quant_query_input = mla_query_dtype(dtype, self.kv_dtype) is capability.FP8
-        if envs.VLLM_BATCH_INVARIANT:
-            hopwell.batch_invariant(True)
+        take_dtypes(self, kv_cache_dtype)
 
     def forward_mqa(
         self,

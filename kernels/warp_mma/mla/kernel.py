@@ -20,13 +20,14 @@ from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Reader
 from hopwell.kernels.sm90.decode.swap_ab import LeafProducts
+from hopwell.kernels.sm90.mla.key_halves import RescaledOutput
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.warp_mma.common.products import WarpProducts
 from hopwell.kernels.warp_mma.decode.config import Sm120MlaConfig
 
 
 @dataclass
-class WarpLatentOperands(WarpProducts):
+class WarpLatentOperands(RescaledOutput, WarpProducts):
     """Operands of single warps, with the interface of LatentLeafOperands."""
 
     @staticmethod
@@ -50,15 +51,6 @@ class WarpLatentOperands(WarpProducts):
 
     def output(self) -> ColumnFragment:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
-
-    def rescale_output(self, factors) -> None:
-        self.output().scale_rows(factors)
-
-    @cute.jit
-    def rescale(self, softmax) -> None:
-        """Rescale O to the references that the latest step has chosen."""
-        if softmax.reference_moved():
-            self.rescale_output(softmax.rescale)
 
 
 WARP_MMA = LeafProducts(WarpLatentOperands, Reader.LANES)
