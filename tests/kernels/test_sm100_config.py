@@ -18,6 +18,7 @@ from hopwell.kernels.parts.core.kernel import work_queue_stride
 from hopwell.kernels.parts.partition.tiles import WorkTile
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 from hopwell.kernels.registry import build, resolve, shipped_configs
+from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 from hopwell.kernels.sm100.prefill import config as sm100_config
 from hopwell.kernels.sm100.prefill.config import Q_TILES, TILES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.kernel import PrefillSm100
@@ -148,12 +149,12 @@ class TestResources:
     def test_tensor_memory(self, dims: tuple[int, int]) -> None:
         """S of both query tiles comes first, then O of both: 512 columns."""
         c = config(dims)
-        assert c.s_column == 0
-        assert c.o_column == 2 * c.tile.n
-        assert c.o_column + 2 * c.head_dim_v <= 512
+        assert c.columns.first("s") == 0
+        assert c.columns.first("o") == 2 * c.tile.n
+        assert c.columns.total == c.columns.first("o") + 2 * c.head_dim_v <= 512
 
     def test_more_columns_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert config().o_column + 2 * 128 == 512, "at the limit"
+        assert config().columns.total == 512, "at the limit"
         monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], n=144))
         with pytest.raises(ValueError, match=r"_d128_causal_contiguous needs 544 columns of tensor memory, 512 are"):
             config()
@@ -167,7 +168,8 @@ class TestResources:
         assert registers[0] == registers[1] > launched > max(registers[2:])
 
     def test_more_registers_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sm100_config, "SOFTMAX_REGISTERS", sm100_config.SOFTMAX_REGISTERS + 8)
+        softmax = Role(8, sm100_config.SOFTMAX_REGISTERS + 8)
+        monkeypatch.setattr(sm100_config, "ROLES", RoleTable(sm100_config.ROLES.roles | {"softmax": softmax}))
         with pytest.raises(ValueError, match="67584 registers asked for, 65536 at launch: the kernel would hang"):
             config()
 
@@ -239,3 +241,25 @@ class TestEdges:
         for edge in PrefillSm100(config()).edges:
             assert f"\n        {edge.name} " in document
             assert edge.name == "work" or f"{edge.producer} -> {edge.consumer}" in document
+
+
+class TestRoleTable:
+    TABLE = RoleTable(dict(softmax=Role(4, 200), mma=Role(1, 48), load=Role(3, 48)))
+
+    def test_warps_follow_one_another(self) -> None:
+        assert [self.TABLE.first(name) for name in self.TABLE.roles] == [0, 4, 5]
+        assert [self.TABLE.end(name) for name in self.TABLE.roles] == [4, 5, 8]
+        assert self.TABLE.registers == (200, 48)
+
+    def test_warpgroups_are_whole_and_have_one_register_count(self) -> None:
+        with pytest.raises(ValueError, match="do not fill whole warpgroups"):
+            RoleTable(dict(softmax=Role(4, 200), mma=Role(1, 48)))
+        with pytest.raises(ValueError, match=r"a warpgroup has roles with \[48, 64\] registers; setmaxnreg takes one"):
+            RoleTable(dict(mma=Role(1, 48), load=Role(3, 64)))
+
+
+def test_columns_follow_one_another() -> None:
+    columns = Columns(dict(s=256, o=200))
+    assert (columns.first("s"), columns.first("o"), columns.total) == (0, 256, 456)
+    with pytest.raises(ValueError, match="needs 513 columns of tensor memory, 512 are there"):
+        Columns(dict(s=256, o=257))

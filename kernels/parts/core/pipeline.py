@@ -48,8 +48,6 @@ class Edge:
         for field, least in (("stages", 1), ("producer_warps", 1), ("consumer_warps", 1), ("stage_bytes", 0)):
             if getattr(self, field) < least:
                 raise ValueError(f"edge {self.name}: {field} must be at least {least}, got {getattr(self, field)}")
-        if self.stages & (self.stages - 1):
-            raise ValueError(f"edge {self.name}: a ring takes a power of two of stages, got {self.stages}")
 
     @property
     def full_arrivals(self) -> int:
@@ -142,11 +140,16 @@ class Ring:
     consumer_lanes: int = 1
     consumer_fences: bool = False
 
+    @property
+    def _has_power_of_two(self) -> bool:
+        return self.stages & (self.stages - 1) == 0
+
     def stage(self, step):
-        return step & (self.stages - 1)
+        return step & (self.stages - 1) if self._has_power_of_two else step % self.stages
 
     def _parity(self, step):
-        return (step >> (self.stages.bit_length() - 1)) & 1
+        used = step >> (self.stages.bit_length() - 1) if self._has_power_of_two else step // self.stages
+        return used & 1
 
     def full_barrier(self, step):
         return self.full + self.stage(step)

@@ -1,8 +1,14 @@
-"""tcgen05 matrix products: operands in shared and tensor memory as descriptors, and their issue by one thread."""
+"""tcgen05 matrix products: operands in shared and tensor memory as descriptors, and their issue by one thread.
+
+An instruction multiplies 32 bytes of each row of A and of each column of B: ``Mma.depth`` elements.
+"""
+
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Int32, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float16, Int32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
@@ -12,25 +18,50 @@ from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct, shared_address
 
 ROWS = 128  # of an accumulator: lanes of tensor memory
+DEPTH_COLUMNS = 8  # tensor-memory columns that hold the 32 bytes of a row of A
 
-# PTX ISA, "Instruction descriptor" of kind::f16: accumulation in float32, whether B is stored with its N dimension
-# innermost, the types of A and B, N / 8, M / 16.
-_FLOAT32_ACCUMULATOR, _N_MAJOR_B = 1 << 4, 1 << 16
-_A_TYPE, _B_TYPE, _N, _M = 7, 10, 17, 24
-_TYPES = {Float16: 0, BFloat16: 1}
+# PTX ISA, "Instruction descriptor": accumulation in float32, types of A and B, whether A is stored with its M dimension
+# and B with its N dimension innermost, N / 8, M / 16.
+_FLOAT32_ACCUMULATOR = 1 << 4
+_A_TYPE, _B_TYPE, _M_MAJOR_A, _N_MAJOR_B, _N, _M = 7, 10, 15, 16, 17, 24
+# Kind of the instruction, and the number of the type in its descriptor.
+_TYPES = {Float16: ("f16", 0), BFloat16: ("f16", 1), Float8E4M3FN: ("f8f6f4", 0)}
 # PTX ISA, "Shared memory descriptor", in two words: address and strides in multiples of 16 bytes; the upper word also
 # has the version of tcgen05 and the 128-byte swizzle.
 _LEADING, _VERSION, _SWIZZLE_128 = 16, 1 << 14, 2 << 29
 
 
-def instruction_descriptor(dtype, columns: int, n_major_b: bool) -> int:
-    kinds = _TYPES[dtype] << _A_TYPE | _TYPES[dtype] << _B_TYPE
-    return _FLOAT32_ACCUMULATOR | kinds | _N_MAJOR_B * n_major_b | columns // 8 << _N | ROWS // 16 << _M
+@dataclass(frozen=True)
+class Mma:
+    """Type and shape of a matrix instruction D [m, n] += A B. With ``ctas`` 2, a pair of CTAs shares its rows."""
+
+    dtype: Any
+    n: int
+    m: int = ROWS
+    m_major_a: bool = False
+    n_major_b: bool = False
+    ctas: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"tcgen05.mma.cta_group::{self.ctas}.kind::{_TYPES[self.dtype][0]}"
+
+    @property
+    def depth(self) -> int:
+        """Elements that an instruction reduces over."""
+        return HALFWORD_BYTES * MMA_DEPTH * 8 // self.dtype.width
+
+    @property
+    def descriptor(self) -> int:
+        number = _TYPES[self.dtype][1]
+        types = number << _A_TYPE | number << _B_TYPE
+        majors = self.m_major_a << _M_MAJOR_A | self.n_major_b << _N_MAJOR_B
+        return _FLOAT32_ACCUMULATOR | types | majors | self.n // 8 << _N | self.m // 16 << _M
 
 
 @device_struct
 class SharedOperand:
-    """Stages of a tile in shared memory, in the layout of ``copy.swizzled_layout``.
+    """Stages of a tile in shared memory, in the layout of ``copy.swizzled_layout``. ``columns`` counts halfwords.
 
     Products reduce over its columns (Q, K), or over its rows (V) if ``reduces_rows``.
     """
@@ -45,58 +76,82 @@ class SharedOperand:
     def of(tile, rows: int, columns: int, columns_first: bool, reduces_rows: bool = False) -> "SharedOperand":
         return SharedOperand(shared_address(tile.iterator), rows, columns, columns_first, reduces_rows)
 
+    def at(self, stage) -> "StagedOperand":
+        """Return the operand in one of the stages."""
+        address = self.start + stage * (self.rows * self.columns * HALFWORD_BYTES)
+        return StagedOperand((address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING), self)
+
     def _offset(self, row: int, column: int) -> int:
-        """Return the byte offset of an element in a stage, ignoring the swizzle."""
+        """Return the byte offset of a halfword in a stage, ignoring the swizzle."""
         swizzle_row = copy.block_row(row, column // BLOCK_COLUMNS, self.rows, self.columns, self.columns_first)
         return swizzle_row * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * HALFWORD_BYTES
-
-    def low_word(self, stage):
-        """Return the low word of the descriptor of the first 16 elements to reduce over. It has their address and the
-        stride between column blocks. The stride matters only if the product does not reduce over columns."""
-        address = self.start + stage * (self.rows * self.columns * HALFWORD_BYTES)
-        return (address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING)
 
     @property
     def high_word(self) -> int:
         return self._offset(ATOM_ROWS, 0) // 16 | _VERSION | _SWIZZLE_128
 
-    def step(self, k: int) -> int:
-        """Return the difference between the descriptors of the k-th and of the first 16 elements."""
-        offset = self._offset(MMA_DEPTH * k, 0) if self.reduces_rows else self._offset(0, MMA_DEPTH * k)
+    def step(self, k: int, depth: int) -> int:
+        """Return the difference between the descriptors of the k-th and of the first ``depth`` elements to reduce
+        over."""
+        offset = self._offset(depth * k, 0) if self.reduces_rows else self._offset(0, MMA_DEPTH * k)
         return offset // 16
 
 
-@cute.jit
-def issue_shared(d, a, a_stage, b, b_stage, depth: cutlass.Constexpr[int], instruction: cutlass.Constexpr[int]):
-    """Issue D = A B over ``depth`` elements, with A and B in shared memory and D in tensor memory. One thread calls
-    this."""
-    low_a, low_b = a.low_word(a_stage), b.low_word(b_stage)
-    for k in cutlass.range_constexpr(depth // MMA_DEPTH):
-        descriptors = _descriptor("a", "{$r1}", a, k) + _descriptor("b", "{$r2}", b, k)
-        _mma(f"{descriptors} setp.ne.b32 p, {int(k > 0)}, 0;", "a", instruction, [d, low_a, low_b])
+@device_struct
+class StagedOperand:
+    """An operand in one stage of shared memory."""
+
+    # Low word of the descriptor of the first elements to reduce over: their address, and the stride between column
+    # blocks. The stride matters only if the product does not reduce over columns.
+    word: Int32
+    operand: SharedOperand
+
+    def prepare(self, name: str, word: str, k: int, depth: int) -> str:
+        """Return the PTX that computes the descriptor ``name`` of the k-th ``depth`` elements."""
+        step, high = self.operand.step(k, depth), self.operand.high_word
+        return f"add.s32 low, {word}, {step}; mov.b64 {name}, {{low, {high}}};"
+
+    @staticmethod
+    def place(name: str, word: str, k: int) -> str:
+        return name
+
+
+@device_struct
+class TensorOperand:
+    """A in tensor memory; ``word`` is the address of its first column."""
+
+    word: Int32
+
+    @staticmethod
+    def prepare(name: str, word: str, k: int, depth: int) -> str:
+        return ""
+
+    @staticmethod
+    def place(name: str, word: str, k: int) -> str:
+        return f"[{word} + {DEPTH_COLUMNS * k}]"
 
 
 @cute.jit
-def issue_tensor(d, a, b, b_stage, part: cutlass.Constexpr, instruction: cutlass.Constexpr[int], accumulate) -> None:
-    """Issue D (+)= A B over the elements of ``part`` (begin, end). A is in tensor memory, with two 16-bit elements in a
-    column. One thread calls this."""
-    low_b = b.low_word(b_stage)
-    begin, end = part
-    for k in cutlass.range_constexpr(begin // MMA_DEPTH, end // MMA_DEPTH):
-        adds = Int32(1) if const_expr(k > 0) else accumulate
-        place = f"[{{$r1}} + {k * MMA_DEPTH // 2}]"
-        _mma(f"{_descriptor('b', '{$r2}', b, k)} setp.ne.b32 p, {{$r3}}, 0;", place, instruction, [d, a, low_b, adds])
-
-
-def _descriptor(register: str, low_word: str, operand: SharedOperand, k: int) -> str:
-    return f"add.s32 low, {low_word}, {operand.step(k)}; mov.b64 {register}, {{low, {operand.high_word}}};"
+def issue(d, a, b, mma: cutlass.Constexpr, span: cutlass.Constexpr, accumulate=False) -> None:
+    """Issue D = A B over the elements of ``span`` (begin, end), or D += A B if ``accumulate``. A span that does not
+    begin at 0 always adds. D is in tensor memory. One thread calls this."""
+    begin, end = span
+    for k in cutlass.range_constexpr(begin // mma.depth, end // mma.depth):
+        prepare = a.prepare("a", "{$r1}", k, mma.depth) + b.prepare("b", "{$r2}", k, mma.depth)
+        arguments, adds = [d, a.word, b.word], int(k > 0)
+        if const_expr(isinstance(accumulate, bool)):
+            adds |= accumulate
+        else:
+            arguments, adds = [*arguments, Int32(1) if const_expr(adds) else accumulate], "{$r3}"
+        place = a.place("a", "{$r1}", k)
+        _mma(mma, f"{prepare} setp.ne.b32 p, {adds}, 0;", place, arguments)
 
 
 @dsl_user_op
-def _mma(prepare: str, a: str, instruction: int, arguments: list, *, loc=None, ip=None) -> None:
+def _mma(mma: Mma, prepare: str, a: str, arguments: list, *, loc=None, ip=None) -> None:
     cute.arch.inline_ptx(
         f"{{ .reg .pred p; .reg .b32 low; .reg .b64 a, b; {prepare} "
-        f"tcgen05.mma.cta_group::1.kind::f16 [{{$r0}}], {a}, b, {instruction}, p; }}",
+        f"{mma.name} [{{$r0}}], {a}, b, {mma.descriptor}, p; }}",
         read_only_args=arguments,
         loc=loc,
         ip=ip,

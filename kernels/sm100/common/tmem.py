@@ -4,22 +4,23 @@ An address has the lane in its upper and the column in its lower 16 bits.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint16
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.fragment import LaneRow
-from hopwell.kernels.sm100.prefill.config import TENSOR_MEMORY_COLUMNS
+from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 
 COLUMNS_AT_ONCE = 32  # of one instruction: with 512 threads none may take more than 128 registers
 
 
 @dsl_user_op
-def allocate(slot, *, loc=None, ip=None) -> None:
-    """Allocate all columns, and write their address to shared memory at ``slot``. A whole warp calls this."""
+def allocate(slot, ctas: int = 1, *, loc=None, ip=None) -> None:
+    """Allocate all columns, and write their address to shared memory at ``slot``. A whole warp calls this, in both CTAs
+    of a pair."""
     cute.arch.inline_ptx(
-        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {TENSOR_MEMORY_COLUMNS}; "
-        "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+        f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {TENSOR_MEMORY_COLUMNS}; "
+        f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
         read_only_args=[slot],
         loc=loc,
         ip=ip,
@@ -27,10 +28,10 @@ def allocate(slot, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def free(address, *, loc=None, ip=None) -> None:
+def free(address, ctas: int = 1, *, loc=None, ip=None) -> None:
     """Free all columns. The warp that has allocated them calls this."""
     cute.arch.inline_ptx(
-        f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {TENSOR_MEMORY_COLUMNS};",
+        f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {TENSOR_MEMORY_COLUMNS};",
         read_only_args=[address],
         loc=loc,
         ip=ip,
@@ -104,11 +105,13 @@ def after_signal(*, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def commit(barrier, *, loc=None, ip=None) -> None:
-    """Arrive at ``barrier`` once all products that this thread has issued are done."""
+def commit(barrier, ctas: int = 1, mask=None, *, loc=None, ip=None) -> None:
+    """Arrive at ``barrier`` once all products that this thread has issued are done. With ``mask``, arrive at the same
+    place in the CTAs of the cluster whose bits are set."""
+    form, operand = (".multicast::cluster", ", {$r1}") if mask is not None else ("", "")
     cute.arch.inline_ptx(
-        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
-        read_only_args=[barrier],
+        f"tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster{form}.b64 [{{$r0}}]{operand};",
+        read_only_args=[barrier] if mask is None else [barrier, Uint16(mask)],
         loc=loc,
         ip=ip,
     )

@@ -8,18 +8,27 @@ from typing import Any, ClassVar
 
 from hopwell.kernels.config.base import Tile
 from hopwell.kernels.config.prefill import PrefillConfig
-from hopwell.kernels.hardware import ARCHITECTURES, with_instruction
 from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.problem import AttentionProblem, ScoreKind
+from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 
 Q_TILES = 2  # of a CTA: the softmax of one overlaps the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
-TENSOR_MEMORY_COLUMNS = min(ARCHITECTURES[arch].tensor_memory_columns for arch in with_instruction("tcgen05"))
 
 # Two warpgroups compute softmax, with a row of scores in each thread's registers. One warpgroup corrects and stores O,
 # 32 columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of
 # 512 threads at launch.
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 200, 64, 48
+ROLES = RoleTable(
+    dict(
+        softmax=Role(4 * Q_TILES, SOFTMAX_REGISTERS),
+        correction=Role(4, CORRECTION_REGISTERS),
+        mma=Role(1, PRODUCER_REGISTERS),
+        load_k=Role(1, PRODUCER_REGISTERS),
+        load_v=Role(1, PRODUCER_REGISTERS),
+        load_q=Role(1, PRODUCER_REGISTERS),
+    )
+)
 
 
 def _tile(n: int, kv_stages: int) -> Tile:
@@ -58,18 +67,12 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        return (*[SOFTMAX_REGISTERS] * Q_TILES, CORRECTION_REGISTERS, PRODUCER_REGISTERS)
+        return ROLES.registers
 
     @property
-    def s_column(self) -> int:
-        """First tensor-memory column of the scores of query tile 0, followed by those columns of tile 1. P replaces S
-        in place."""
-        return 0
-
-    @property
-    def o_column(self) -> int:
-        """First tensor-memory column of the output of query tile 0, followed by the output of tile 1."""
-        return Q_TILES * self.tile.n
+    def columns(self) -> Columns:
+        """Columns of tensor memory: scores of both query tiles, which P replaces in place, and output of both."""
+        return Columns(dict(s=Q_TILES * self.tile.n, o=Q_TILES * self.head_dim_v))
 
     @property
     def early_keys(self) -> int:
@@ -84,6 +87,7 @@ class Sm100PrefillConfig(PrefillConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        columns = self.o_column + Q_TILES * self.head_dim_v
-        if columns > TENSOR_MEMORY_COLUMNS:
-            raise ValueError(f"{self.name} needs {columns} columns of tensor memory, {TENSOR_MEMORY_COLUMNS} are there")
+        try:
+            _ = self.columns
+        except ValueError as reason:
+            raise ValueError(f"{self.name} {reason}") from None

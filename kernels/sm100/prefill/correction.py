@@ -71,7 +71,7 @@ class Correction:
     def output(self, index) -> Int32:
         """Return the address of this thread's row of O of a query tile."""
         c = self.kernel.config
-        return tmem.row_address(self.tensor_memory, c.o_column + index * c.head_dim_v)
+        return tmem.row_address(self.tensor_memory, c.columns.first("o") + index * c.head_dim_v)
 
     @cute.jit
     def correct(self, index, step, row):

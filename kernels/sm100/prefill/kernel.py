@@ -24,13 +24,14 @@ from hopwell.kernels.parts.rows.padding import fill_padding
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES, ROLES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.correction import Correction
 from hopwell.kernels.sm100.prefill.products import Products
 from hopwell.kernels.sm100.prefill.skip import SkippingSoftmax
 from hopwell.kernels.sm100.prefill.softmax import PackedSoftmax, Softmax
 
-CORRECTION_WARP, MMA_WARP, K_WARP, V_WARP, Q_WARP = 8, 12, 13, 14, 15
+CORRECTION_WARP, MMA_WARP = ROLES.first("correction"), ROLES.first("mma")
+K_WARP, V_WARP, Q_WARP = (ROLES.first(f"load_{name}") for name in "kvq")
 FACTOR_BYTES = 4 * Q_TILE_ROWS
 
 
@@ -75,8 +76,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
     @property
     def roles(self) -> dict[str, int]:
-        loads = {"load_k": 1, "load_v": 1, "load_q": 1}
-        return {**loads, "mma": 1, "softmax": 4, "correction": 4, "all others": 15}
+        warps = {name: role.warps for name, role in ROLES.roles.items()}
+        return warps | {"softmax": warps["softmax"] // Q_TILES, "all others": sum(warps.values()) - 1}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         c, t = self.config, self.tile

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array
-from hopwell.kernels.sm100.common import mma, tmem
-from hopwell.kernels.sm100.common.mma import SharedOperand
+from hopwell.kernels.sm100.common import tmem
+from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, issue
 from hopwell.kernels.sm100.prefill.config import Q_TILES
 
 
@@ -109,14 +109,12 @@ class Products:
         tmem.commit(shared_address(ring.empty + ring.stage(step)))
 
     def _scores(self, index):
-        return self.tensor_memory + (self.kernel.config.s_column + index * self.kernel.tile.n)
+        return self.tensor_memory + (self.kernel.config.columns.first("s") + index * self.kernel.tile.n)
 
     def _issue_s(self, index, kv_step) -> None:
         k_ring, s_ring = self.rings.k, self.rings.s
-        c, n = self.kernel.config, self.kernel.tile.n
-        kind = mma.instruction_descriptor(self.kernel.dtype, n, n_major_b=False)
-        q_stage, k_stage = index, k_ring.stage(kv_step)
-        mma.issue_shared(self._scores(index), self.q, q_stage, self.k, k_stage, c.layout.depth[0], kind)
+        scores, q, k = self._scores(index), self.q.at(index), self.k.at(k_ring.stage(kv_step))
+        issue(scores, q, k, Mma(self.kernel.dtype, self.kernel.tile.n), (0, self.kernel.layout.depth[0]))
         tmem.commit(shared_address(s_ring.full_barrier(Q_TILES * kv_step + index)))
 
     @cute.jit
@@ -135,14 +133,13 @@ class Products:
 
     @cute.jit
     def _issue_keys(self, index, kv_step, span: cutlass.Constexpr, accumulate) -> None:
-        v_ring = self.rings.v
         c = self.kernel.config
-        kind = mma.instruction_descriptor(self.kernel.dtype, c.head_dim_v, n_major_b=True)
-        output = self.tensor_memory + (c.o_column + index * c.head_dim_v)
-        product = (output, self._scores(index), self.v, v_ring.stage(kv_step), span, kind, accumulate)
+        output = self.tensor_memory + (c.columns.first("o") + index * c.head_dim_v)
+        p, v = TensorOperand(self._scores(index)), self.v.at(self.rings.v.stage(kv_step))
+        product = (output, p, v, Mma(self.kernel.dtype, c.head_dim_v, n_major_b=True), span, accumulate)
         with cute.arch.elect_one():
             if const_expr(c.skip_softmax):
                 if shared_array(Int32, self.pending)[index] != 0:
-                    mma.issue_tensor(*product)
+                    issue(*product)
             else:
-                mma.issue_tensor(*product)
+                issue(*product)

@@ -118,7 +118,7 @@ class Softmax:
     def run(self, addresses: Addresses, geometry: Geometry):
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
-        column = self.kernel.config.s_column + index * self.kernel.tile.n
+        column = self.kernel.config.columns.first("s") + index * self.kernel.tile.n
         scores = tmem.row_address(self.tensor_memory, column)
         kv_step, posted, work = Int32(0), Int32(0), Int32(0)
         tile = self.work_queue.look(work)
