@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from hopwell.kernels.append.config import AppendConfig, resolve_append, shipped_append_configs
 from hopwell.kernels.append.geometry import append_geometry
+from hopwell.kernels.config.base import KvType
 from hopwell.kernels.config.decode import DecodeConfig, resolve_decode, shipped_decode_configs
 from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipped_prefill_configs
@@ -64,6 +65,7 @@ class Implementation:
 
     Attributes:
         config: the type of their configs; where there are two, of those that serve what the others do not.
+        preferred: the types of configs that serve a problem before ``config`` does.
         resolve: the config for a problem; raises NotImplementedError where no kernel serves it.
         shipped: the configs that are compiled ahead.
         build: the traceable launch function of a config, and example arguments to compile it with.
@@ -82,6 +84,7 @@ class Implementation:
     numbers: Callable[[Any], tuple[float, ...]]
     counters: Callable[[Any, Any], int]
     scratch_bytes: Callable[[int, int, int, int, int], int]
+    preferred: tuple[type[Buildable], ...] = ()
 
     def refuse(self, problem: Any, arch: str) -> str | None:
         """Return why no kernel serves ``problem``, or None if one does."""
@@ -177,7 +180,7 @@ def _preferring(first: Implementation, then: Implementation, dims: Container[tup
     def build(config: Any) -> tuple[Any, tuple[Any, ...]]:
         return (first if isinstance(config, first.config) else then).build(config)
 
-    return replace(then, resolve=resolve, shipped=shipped, build=build)
+    return replace(then, resolve=resolve, shipped=shipped, build=build, preferred=(first.config,))
 
 
 def _served(family: Family, by_archs: dict[Sequence[str], Implementation]) -> dict[tuple[Family, str], Implementation]:
@@ -246,16 +249,20 @@ def implementation(family: Family, arch: str) -> Implementation:
     return found
 
 
-def prefill_type(arch: str) -> type[PrefillConfig]:
-    """Return the type of the prefill configs of ``arch``; where there are two, of those that serve what the others do
-    not.
+def prefill_type(arch: str, dims: tuple[int, int] | None = None, kv_type: KvType = KvType.WIDE) -> type[PrefillConfig]:
+    """Return the type of the prefill configs of ``arch`` that serve head dims (QK, V) with K and V of ``kv_type``.
+    Without ``dims``, return the type that serves the rest.
 
     Raises:
-        NotImplementedError: it has none.
+        NotImplementedError: there is none.
     """
-    kind = implementation(Family.PREFILL, arch).config
-    assert issubclass(kind, PrefillConfig)
-    return kind
+    found = implementation(Family.PREFILL, arch)
+    for kind in found.preferred:
+        assert issubclass(kind, PrefillConfig)
+        if dims in kind.all_tiles() and kv_type in kind.kv_types:
+            return kind
+    assert issubclass(found.config, PrefillConfig)
+    return found.config
 
 
 def _says(family: Family, arch: str, fact: str) -> bool:

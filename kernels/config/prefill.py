@@ -117,7 +117,7 @@ class PrefillConfig(KernelConfig):
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind)
-    takes_narrow: ClassVar[bool] = True  # 8-bit and 4-bit operands
+    kv_types: ClassVar[frozenset[KvType]] = frozenset({KvType.WIDE, KvType.E4M3, KvType.NVFP4})
     can_dequantize_q: ClassVar[bool] = True  # NVFP4 K and V take e4m3 queries
 
     @classmethod
@@ -218,7 +218,8 @@ class PrefillConfig(KernelConfig):
     def tile(self) -> Tile:
         dims = self.head_dim_qk, self.head_dim_v
         choices = self.score, self.skip_softmax, self.short_steps, self.packs_heads
-        return self.tile_of(dims, *choices, self.kv_type, self.uses_fp8_mma, self.dtype)
+        types = dict(kv_type=self.kv_type, uses_fp8_mma=self.uses_fp8_mma, dtype=self.dtype)
+        return self.tile_of(dims, *choices, **types)
 
     @property
     def pairs_steps(self) -> bool:
@@ -286,10 +287,9 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    kv_type = prefill_kv_type(problem, dims, arch, kind) if kind.takes_narrow else KvType.WIDE
+    kv_type = prefill_kv_type(problem, dims, arch, kind)
     dequantizes_q = kv_type is KvType.NVFP4 and problem.query.dtype not in DTYPES
-    queries, outputs = (QUERY_DTYPES, _output_dtypes(problem)) if kind.takes_narrow else (DTYPES, DTYPES)
-    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=QUERY_DTYPES, outputs=_output_dtypes(problem))
     if problem.score.kind not in kind.scores:
         raise NotImplementedError(
             f"scores of kind {problem.score.kind.value} have no kernel on {arch}; supported: "
@@ -339,14 +339,18 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str,
             f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with "
             f"{'NVFP4 K and V' if packed else f'{fp8} operands'}; supported: {listed}"
         )
-    if packed:
+    if packed and KvType.NVFP4 in kind.kv_types:
         queries = QUERY_DTYPES if kind.can_dequantize_q else DTYPES
         if types[0] not in queries:
             raise NotImplementedError(
                 f"query dtype {types[0]} has no kernel on {arch} with NVFP4 K and V; supported: {dtype_names(queries)}"
             )
         return KvType.NVFP4
-    return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
+    found = KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
+    if packed or found not in kind.kv_types:
+        cache = "NVFP4" if packed else str(fp8)
+        raise NotImplementedError(f"{cache} K and V have no kernel on {arch} with query dtype {types[0]}")
+    return found
 
 
 def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:

@@ -19,6 +19,7 @@ from helpers.host.arithmetic import INF, Fragment, Registers, number
 
 from hopwell.kernels.parts.rows import skip as skip_module
 from hopwell.kernels.parts.rows import softmax as softmax_module
+from hopwell.kernels.parts.rows.mask import LogitRow
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.parts.rows.softmax import MOST_BELOW, SLACK, OnlineSoftmax, TileSoftmax
@@ -404,9 +405,17 @@ class TestScores:
 
 class TestSkipRule:
     @staticmethod
-    def unneeded(largest: list[float], maxima: list[float], *, factor: float, kv_len: int, scale: float = 0.5) -> bool:
-        rule = SkipRule.create(factor, Float32(scale))
-        return bool(number(rule.unneeded(largest, maxima, Int32(kv_len))))
+    def unneeded(
+        largest: list[float],
+        maxima: list[float],
+        *,
+        factor: float,
+        kv_len: int,
+        scale: float = 0.5,
+        positions: tuple[int, ...] = (0, 0),
+    ) -> bool:
+        rule, row = SkipRule.create(factor, Float32(scale)), LogitRow(positions, Int32(kv_len), Float32(0.0))
+        return bool(number(rule.unneeded(largest, maxima, row)))
 
     @pytest.mark.parametrize("kv_len", [1, 100, 100_000])
     @pytest.mark.parametrize("factor", [1e-3, 1.0, 500.0])
@@ -436,6 +445,11 @@ class TestSkipRule:
         assert not self.unneeded([-INF, 0.0], [-50.0, -100.0], **limit)
         assert not self.unneeded([0.0, -INF], [-100.0, -50.0], **limit)
         assert self.unneeded([-INF, -INF], [-INF, -INF], **limit)
+
+    def test_rows_past_the_end_of_the_request_do_not_vote(self) -> None:
+        limit = dict(factor=1.0, kv_len=16)
+        assert not self.unneeded([0.0, 0.0], [-100.0, 5.0], **limit, positions=(14, 15))
+        assert self.unneeded([0.0, 0.0], [-100.0, 5.0], **limit, positions=(15, 16))
 
     def test_notes(self) -> None:
         rule = SkipRule.create(1.0, 1.0)

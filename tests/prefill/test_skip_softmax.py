@@ -60,3 +60,15 @@ def test_a_row_that_alone_needs_a_tile(head_dim: int, device: str) -> None:
     out, count = with_count(data, None, mask=FULL, softmax_scale=1.0, skip_softmax=100.0)
     data.expected(FULL, scale=1.0).check(out)
     assert count == 128 // rows_of(dims, arch).deciding * (tiles - 1) - len(rows)
+
+
+def test_other_requests_change_no_decision(device: str) -> None:
+    """The queries of the next request lie in the rest of a request's last query tile. They need every tile of keys."""
+    data = Batch([40, 30], [700, 600], 1, 1, 128, magnitude=2.0, device=device)
+    data.k[0][torch.arange(700, device=device) % 300 >= 100] *= 0.02
+    data.q[40:] *= 8.0
+    options = dict(mask=CAUSAL, skip_softmax=100.0)
+    together, _ = with_count(data, 16, **options)
+    alone, count = with_count(data.request(0), 16, **options)
+    assert count > 0
+    assert torch.equal(together[:40], alone)

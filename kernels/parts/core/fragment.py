@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Float8E4M3FN
 
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import device_struct
@@ -45,7 +46,7 @@ class QuadFragment(Fragment):
     rows = 2
     lanes_per_row = 4
     warp_rows = 16  # per warp
-    pass_columns = 64  # staged through shared memory in one pass
+    pass_columns = 64  # 16-bit columns staged through shared memory in one pass
 
     @staticmethod
     def index(r: int, c: int) -> int:
@@ -214,10 +215,13 @@ class LaneRow(Fragment):
         return LaneRow(self.registers, columns, self.first + begin)
 
     def words(self, begin: int, columns: int, dtype, factor=None) -> list:
-        """Return columns [begin, begin + columns) in 16 bits, two per word, multiplied by ``factor`` if given."""
+        """Return columns [begin, begin + columns) in ``dtype``, packed into words, multiplied by ``factor`` if
+        given."""
         values = [self.get(0, begin + c) for c in range(columns)]
         if factor is not None:
             values = [value * factor for value in values]
+        if dtype is Float8E4M3FN:
+            return [copy.pack_e4m3_x4(values[c : c + 4]) for c in range(0, columns, 4)]
         return [copy.pack_x2(dtype, values[c], values[c + 1]) for c in range(0, columns, 2)]
 
     def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
@@ -226,6 +230,13 @@ class LaneRow(Fragment):
         for vector in range(columns // 8):
             address = self.staged_vector(staging, cute.arch.lane_idx(), vector)
             copy.store_shared(address, words[4 * vector : 4 * vector + 4])
+
+    def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
+        """Write columns [begin, begin + columns) times ``factors[0]`` to rows of shared memory as float32."""
+        values = [self.get(0, begin + c) * factors[0] for c in range(columns)]
+        for vector in range(columns // 4):
+            address = self.staged_vector(staging, cute.arch.lane_idx(), vector)
+            copy.store_shared(address, values[4 * vector : 4 * vector + 4])
 
     @staticmethod
     def staged_vector(staging, row, vector):

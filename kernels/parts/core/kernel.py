@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from hopwell.kernels.config.base import BLOCK_COLUMNS, WORK_STAGES, KernelConfig, KvFetch
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.launch.arguments import Addresses
+from hopwell.kernels.launch.arguments import Addresses, Geometry, ScaledAddresses, ScaledGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct, global_pointer, shared_address
@@ -314,6 +314,11 @@ class AttentionKernel:
 
 class PrefillLaunch:
     """Mixin with the launch of prefill kernels, a base beside :class:`AttentionKernel`."""
+
+    def with_arguments(self) -> Any:
+        """Return the traceable launch function and example arguments to compile it with."""
+        kinds = (ScaledAddresses, ScaledGeometry) if self.config.has_block_scales else (Addresses, Geometry)
+        return self, example_arguments(kinds, floats=4)
 
     @cute.jit
     def __call__(

@@ -23,7 +23,6 @@ from hopwell.kernels.parts.rows.softmax import LOG2_E, log_sum_exp
 
 WARP_ROWS = RowFragment.warp_rows
 NVFP4_BLOCK = ELEMENTS["nvfp4"].block
-STAGED_FLOATS = copy.SWIZZLE_ROW_BYTES // 4  # columns of a staged row
 STAGING_BYTES = HALFWORD_BYTES * WARP_ROWS * RowFragment.pass_columns  # per warp
 
 
@@ -121,7 +120,7 @@ class ConvertedRows(OutputRows):
     """16-bit output staged as float32, for fragments without the 16-bit pairs that stmatrix takes."""
 
     def pass_columns(self, output) -> int:
-        return STAGED_FLOATS
+        return output.pass_columns // 2
 
     def stage(self, output, staging, factors, begin: int, columns: int, dtype) -> None:
         output.stage_floats(staging, factors, begin, columns)

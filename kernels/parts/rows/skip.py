@@ -8,10 +8,12 @@ after TMA has written all of it.
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from hopwell.kernels.parts.core.device import device_struct, global_pointer
+from hopwell.kernels.parts.rows.mask import LogitRow
 
 
 @device_struct
@@ -33,13 +35,18 @@ class SkipRule:
         if not counts:
             self.skipped[0] += row_blocks
 
-    def unneeded(self, largest, maxima, kv_len):
-        """Whether a tile with row maxima ``maxima`` is negligible compared with the ``largest`` scores so far."""
-        # A row that has seen no key has -inf in both. The difference is NaN, which fmax ignores.
-        excess = maxima[0] - largest[0]
-        for r in range(1, len(maxima)):
-            excess = cute.arch.fmax(excess, maxima[r] - largest[r])
-        threshold = cute.math.log2(self.factor / kv_len.to(Float32), fastmath=True)
+    @cute.jit
+    def unneeded(self, largest, maxima: list, row: LogitRow):
+        """Whether a tile with row maxima ``maxima`` is negligible compared with the ``largest`` scores so far.
+
+        Rows of the query tile past the end of the request hold the queries of the next request, and do not vote.
+        """
+        excess = -Float32.inf
+        for r in cutlass.range_constexpr(len(maxima)):
+            # A row that has seen no key has -inf in both. The difference is NaN, which fmax ignores.
+            own = maxima[r] - largest[r] if row.positions[r] < row.kv_len else -Float32.inf
+            excess = cute.arch.fmax(excess, own)
+        threshold = cute.math.log2(self.factor / row.kv_len.to(Float32), fastmath=True)
         return 1 - (excess * self.scale >= threshold).to(Int32)
 
     @cute.jit

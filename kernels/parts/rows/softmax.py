@@ -180,14 +180,8 @@ class TileSoftmax(OnlineSoftmax):
 
     @cute.jit
     def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
-        before = self.reference[r]
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
-        # Weights further below the largest score are negligible, and the accumulated values would overflow.
-        depth = cute.arch.fmin(MOST_BELOW * cute.arch.rcp_approx(self.scale), LARGE_FLOAT32)
-        reference = cute.arch.fmax(row_max, self.largest[r] - depth)
-        self.reference[r] = reference
-        self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
-        self.row_sum[r] = self.row_sum[r] * self.rescale[r]
+        self.follow(r, tile_reference(self, r, row_max))
 
 
 @dataclass
@@ -234,6 +228,14 @@ class HalfSoftmax(ColumnSoftmax):
     def accumulate(self, scores, r: int, row_max) -> None:
         self.choose_reference(r, row_max, self.slack)
         self.exponentials(scores, r)
+
+
+def tile_reference(softmax: OnlineSoftmax, r: int, row_max):
+    """Return the reference that fits a tile whose largest score in row r is ``row_max``; ``softmax.largest`` is up to
+    date."""
+    # Weights further below the largest score are negligible, and the accumulated values would overflow.
+    depth = cute.arch.fmin(MOST_BELOW * cute.arch.rcp_approx(softmax.scale), LARGE_FLOAT32)
+    return cute.arch.fmax(row_max, softmax.largest[r] - depth)
 
 
 def _over_row(value, operation):

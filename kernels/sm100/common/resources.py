@@ -1,4 +1,6 @@
-"""Resources of tcgen05 kernels as data, for configs, kernels and the performance model: warp roles and tensor memory."""
+"""Resources of tcgen05 kernels as data, for configs, kernels and the model: warp roles and tensor memory."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass

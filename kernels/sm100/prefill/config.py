@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hopwell.kernels.config.base import Tile
+from hopwell.kernels.config.base import KvType, Tile
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.problem import AttentionProblem, ScoreKind
@@ -39,8 +39,10 @@ def _tile(n: int, kv_stages: int) -> Tile:
 
 
 # S takes a column per key and O one per column of V, for each of the two query tiles. 256 columns of V exceed tensor
-# memory. With 128 keys at 192/128, shared memory has no second stage of V.
+# memory. With 128 keys of 16 bits at 192/128, shared memory has no second stage of V.
 TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 2), (192, 128): _tile(96, 2)}
+# 8-bit rows of 64 columns fill half of a swizzled row, so head dim 64 has the tiles of 128.
+FP8_TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 4), (192, 128): _tile(128, 2)}
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,12 @@ class Sm100PrefillConfig(PrefillConfig):
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {}
     # With a soft cap and slopes together, a kernel of 128 columns spills 8 bytes.
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
-    takes_narrow: ClassVar[bool] = False
+    kv_types: ClassVar[frozenset[KvType]] = frozenset({KvType.WIDE})
+    transposes_v: ClassVar[bool] = False  # type: ignore[assignment]  # V may be stored with its columns innermost
 
     @classmethod
-    def tile_of(cls, dims: tuple[int, int], *features: Any, **more_features: Any) -> Tile:
-        return TILES[dims]
+    def tile_of(cls, dims: tuple[int, int], *features: Any, uses_fp8_mma: bool = False, **more_features: Any) -> Tile:
+        return (FP8_TILES if uses_fp8_mma else TILES)[dims]
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:

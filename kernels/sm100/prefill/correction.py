@@ -7,11 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from hopwell.kernels.config.base import TileShape
-from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
-from hopwell.kernels.parts.rows.epilogue import OutputRows
+from hopwell.kernels.parts.rows.epilogue import OutputRows, output_rows
 from hopwell.kernels.parts.rows.query_rows import QueryRows
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
@@ -28,7 +27,7 @@ class Correction:
     tensor_memory: Int32
 
     @cute.jit
-    def run(self, addresses: Addresses, geometry: Geometry):
+    def run(self, addresses, geometry):
         row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
         posted, kv_step, stored, work = Int32(0), Int32(0), Int32(0), Int32(0)
         for index in cutlass.range_constexpr(Q_TILES):
@@ -44,7 +43,8 @@ class Correction:
                 posted += 1
             if steps > 0:
                 kv_step += 1
-            rows = OutputRows.of(tile, self.kernel.config.head_dim_v, addresses, geometry)
+            kind = output_rows(self.kernel.out_dtype, stages_pairs=True)
+            rows = kind.of(tile, self.kernel.config.head_dim_v, addresses, geometry)
             for index in cutlass.range(Q_TILES, unroll=1):
                 factor = self.take(Q_TILES * posted + index, row)
                 if steps > 0:

@@ -11,11 +11,10 @@ from cutlass import Float32, Int32, const_expr
 from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
-from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch, example_arguments
+from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.partition.tiles import TileSchedule, WorkTile
@@ -28,7 +27,7 @@ from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES, ROLES, Sm
 from hopwell.kernels.sm100.prefill.correction import Correction
 from hopwell.kernels.sm100.prefill.products import Products
 from hopwell.kernels.sm100.prefill.skip import SkippingSoftmax
-from hopwell.kernels.sm100.prefill.softmax import PackedSoftmax, Softmax
+from hopwell.kernels.sm100.prefill.softmax import Fp8PackedSoftmax, PackedSoftmax, Softmax
 
 CORRECTION_WARP, MMA_WARP = ROLES.first("correction"), ROLES.first("mma")
 K_WARP, V_WARP, Q_WARP = (ROLES.first(f"load_{name}") for name in "kvq")
@@ -99,8 +98,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         q_atom: cute.CopyAtom,
         k_atom: cute.CopyAtom | None,
         v_atom: cute.CopyAtom | None,
-        addresses: Addresses,
-        geometry: Geometry,
+        addresses,  # Addresses or ScaledAddresses
+        geometry,  # a Geometry or a ScaledGeometry
         softmax_scale: Float32,
         output_scale: Float32,
         soft_cap: Float32,
@@ -125,7 +124,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             self.set_registers(registers[0])
             scale = load_scale(addresses.softmax_scale, softmax_scale)
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
-            state = PackedSoftmax.of(score.softmax_scale, self.config.polynomial_eighths)
+            softmax = Fp8PackedSoftmax if const_expr(self.config.uses_fp8_mma) else PackedSoftmax
+            state = softmax.of(score.softmax_scale, self.config.polynomial_eighths)
             scale = load_output_scale(addresses, output_scale)
             parts = dict(
                 kernel=self,
@@ -192,5 +192,4 @@ class LoadingSchedule(TileSchedule):
 
 def build(config: Sm100PrefillConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    kernel = PrefillSm100(config)
-    return kernel, example_arguments((Addresses, Geometry), floats=4)
+    return PrefillSm100(config).with_arguments()

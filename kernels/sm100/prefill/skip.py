@@ -23,7 +23,7 @@ class SkippingSoftmax(Softmax):
 
     @cute.jit
     def weigh(self, steps: Steps, first, logits: Logits, maximum, done):
-        unneeded = self.skip.unneeded(self.state.largest, [maximum], logits.row.kv_len)
+        unneeded = self.skip.unneeded(self.state.largest, [maximum], logits.row)
         if done == 0:
             unneeded = Int32(0)
         left_out = barrier_all(unneeded, SoftmaxBarrier.TILE + steps.index, WARPGROUP)

@@ -10,14 +10,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import RowResults
 from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow
 from hopwell.kernels.parts.rows.score import ScoreMap
-from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
+from hopwell.kernels.parts.rows.softmax import E4M3_POWER, OnlineSoftmax, tile_reference
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
 
@@ -27,6 +26,7 @@ _POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.0095
 # Adding this to a number up to 2^22 leaves the nearest integer in the lowest bits.
 _ROUNDING = float(3 << 22)
 _LEAST_EXPONENT = -127.0  # of a nonzero result; the polynomial is 0 at exactly this exponent
+SLACK_BELOW = 2.0  # powers of two by which all e4m3 weights of a tile may lie below their largest value
 LARGEST_SUM = 2.0**64  # of exponentials: 2^31 keys with weights of up to 2^8 make 2^39
 
 
@@ -37,10 +37,10 @@ class PackedSoftmax(OnlineSoftmax):
 
     polynomial_eighths: int
 
-    @staticmethod
-    def of(scale, polynomial_eighths: int) -> "PackedSoftmax":
+    @classmethod
+    def of(cls, scale, polynomial_eighths: int) -> "PackedSoftmax":
         common = OnlineSoftmax.create(scale, LaneRow.rows)
-        return PackedSoftmax(**vars(common), polynomial_eighths=polynomial_eighths)
+        return cls(**vars(common), polynomial_eighths=polynomial_eighths)
 
     @cute.jit
     def sum_of_lanes(self, value, lanes: int):
@@ -50,6 +50,8 @@ class PackedSoftmax(OnlineSoftmax):
     @cute.jit
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
         offset = -(self._safe(self.reference[r]) * self.scale)
+        if const_expr(self.headroom > 0.0):
+            offset += self.headroom
         scale, offset = (self.scale, self.scale), (offset, offset)
         sums = [(Float32(0.0), Float32(0.0))] * 2
         for pair in cutlass.range_constexpr(scores.columns // 2):
@@ -67,6 +69,25 @@ class PackedSoftmax(OnlineSoftmax):
         if (pair + 2) * self.polynomial_eighths % 8 >= self.polynomial_eighths:
             return tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
         return polynomial_powers(exponents)
+
+
+@dataclass
+class Fp8PackedSoftmax(PackedSoftmax):
+    """Softmax of e4m3 weights, which reach 2^headroom.
+
+    The reference moves up to any larger score, because e4m3 ends soon beyond 2^headroom. It moves down to a tile whose
+    scores all lie further below it than SLACK_BELOW, as in ``TileSoftmax``: e4m3 ends at 2^-9, and rounding relative to
+    a far larger score would take such a tile's weight. In between it stays, and O needs no correction (lazy rescale).
+    """
+
+    headroom = E4M3_POWER
+
+    @cute.jit
+    def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
+        self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
+        reference, before = tile_reference(self, r, row_max), self.reference[r]
+        is_near = reference * self.scale >= before * self.scale - SLACK_BELOW
+        self.follow(r, before if (row_max <= before) & is_near else reference)
 
 
 def polynomial_powers(exponents: tuple) -> tuple:
@@ -115,7 +136,7 @@ class Softmax:
     tensor_memory: Int32
 
     @cute.jit
-    def run(self, addresses: Addresses, geometry: Geometry):
+    def run(self, addresses, geometry):
         index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
         column = self.kernel.config.columns.first("s") + index * self.kernel.tile.n
@@ -191,8 +212,10 @@ class Softmax:
             else:
                 part = logits.load(column, tmem.COLUMNS_AT_ONCE)
             self.state.exponentials(part, 0)
-            # P has two keys in a column, so it overwrites no column of S that is still to be read.
-            tmem.store_words(steps.scores + column // 2, part.words(0, tmem.COLUMNS_AT_ONCE, self.kernel.dtype))
+            # P has two or four keys in a column, so it overwrites no column of S that is still to be read.
+            dtype = self.kernel.dtype
+            place = steps.scores + column * dtype.width // 32
+            tmem.store_words(place, part.words(0, tmem.COLUMNS_AT_ONCE, dtype))
         self.give_late_p(steps, done)
 
     @cute.jit

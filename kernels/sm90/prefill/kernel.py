@@ -11,12 +11,12 @@ from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
-from hopwell.kernels.launch.arguments import Addresses, Geometry, ScaledAddresses, ScaledGeometry
+from hopwell.kernels.launch.arguments import Geometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
-from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch, example_arguments
+from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Rings, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.partition.tiles import AlternatingSchedule, TileSchedule
@@ -279,10 +279,4 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
 
 def build(config: PrefillConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return with_arguments(PrefillSm90(config))
-
-
-def with_arguments(kernel: PrefillSm90) -> Any:
-    """Return a kernel's traceable launch function and example arguments to compile it with."""
-    kinds = (ScaledAddresses, ScaledGeometry) if kernel.config.has_block_scales else (Addresses, Geometry)
-    return kernel, example_arguments(kinds, floats=4)
+    return PrefillSm90(config).with_arguments()

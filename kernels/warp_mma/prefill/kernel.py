@@ -8,7 +8,7 @@ from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.pipeline import Reader
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.sm90.common.attend import MainLoop
-from hopwell.kernels.sm90.prefill.kernel import PrefillSm90, with_arguments
+from hopwell.kernels.sm90.prefill.kernel import PrefillSm90
 from hopwell.kernels.warp_mma.common.narrow_operands import (
     E4m3Elements,
     Fp8Elements,
@@ -95,4 +95,4 @@ class PrefillSm120(PrefillSm90):
 
 def build(config: Sm120PrefillConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return with_arguments(PrefillSm120(config))
+    return PrefillSm120(config).with_arguments()

@@ -12,7 +12,6 @@ from helpers.oracles import reference
 from hopwell.kernels import execute, support
 from hopwell.kernels.problem import Mask, Score
 from hopwell.kernels.registry import prefill_type
-from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 
 
 class Rows(NamedTuple):
@@ -25,7 +24,7 @@ class Rows(NamedTuple):
 def rows_of(dims: tuple[int, int], arch: str) -> Rows:
     if arch == "sm_100a":
         return Rows(128, 256)
-    rows = min(prefill_type(arch).tile_of(dims).m, 64)
+    rows = min(prefill_type(arch, dims).tile_of(dims).m, 64)
     return Rows(rows, rows)
 
 
@@ -35,8 +34,7 @@ def arch_of(device: str) -> str:
 
 
 def tile_n(dims: tuple[int, int], arch: str, score: Score = reference.PLAIN) -> int:
-    kind = Sm100PrefillConfig if arch == "sm_100a" else prefill_type(arch)
-    return kind.tile_of(dims, score.kind, True).n
+    return prefill_type(arch, dims).tile_of(dims, score.kind, True).n
 
 
 def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torch.Tensor, int]:
