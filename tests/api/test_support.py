@@ -73,7 +73,7 @@ def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
     [
         (support.CONTEXT, "16bit", ("● wgmma", "○ tcgen05", "◐ mma.sync")),
         (support.CONTEXT, "large_head_dim", ("● wgmma", "◐ mma.sync", "◐ mma.sync")),
-        (support.CONTEXT, "fp8", ("● wgmma e4m3", "◐ mma.sync e4m3", "○ mma.sync e4m3, block-scaled")),
+        (support.CONTEXT, "fp8", ("● wgmma e4m3", "○ tcgen05 e4m3", "○ mma.sync e4m3, block-scaled")),
         (support.XQA, "16bit", ("● wgmma", "◐ mma.sync", "◐ mma.sync")),
         (support.XQA, "fp8_kv", ("● mma.sync", "◐ mma.sync", "◐ mma.sync")),
         (support.XQA, "fp8", tuple(f"{mark} mma.sync (Q cast to 16 bits)" for mark in "●◐◐")),
@@ -193,12 +193,13 @@ def test_every_architecture_has_what_hopper_has(entry: str) -> None:
         assert feature.archs in ((), support.ARCHS), feature.key
 
 
-def test_blackwell_has_its_own_kernels_of_16_bits() -> None:
+def test_blackwell_has_its_own_kernels_of_16_and_8_bits() -> None:
     context, xqa = (features.ENTRIES[entry] for entry in (support.CONTEXT, support.XQA))
     own = ("16bit", "head_dim", "page_size", "cache", "causal", "sinks", "skip_softmax", "lse", "tensor_scales")
     for arch in support.BLACKWELL:
         assert {context.feature(key).marks(arch) for key in own} == {("○ tcgen05",)}
-        others = [context.feature(key) for key in ("fp8", "fp8_kv", "nvfp4_kv", "large_head_dim")]
+        assert {context.feature(key).marks(arch) for key in ("fp8", "fp8_out", "nvfp4_out")} == {("○ tcgen05 e4m3",)}
+        others = [context.feature(key) for key in ("fp8_kv", "nvfp4_kv", "large_head_dim")]
         others += [row for row in xqa.features if row.archs]
         assert all("mma.sync" in mark for row in others for mark in row.marks(arch))
 

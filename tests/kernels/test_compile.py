@@ -22,12 +22,13 @@ from helpers.covering.configs import (
     PAGES64,
     ROWS,
     covering_blackwell_configs,
+    covering_blackwell_fp8_configs,
     covering_configs,
 )
 
 from hopwell.kernels import compile_ahead
 from hopwell.kernels.append.config import CacheType, shipped_append_configs
-from hopwell.kernels.config.base import MMA_DEPTH, KernelConfig, KvFetch, KvType
+from hopwell.kernels.config.base import KernelConfig, KvFetch, KvType
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
@@ -52,6 +53,8 @@ PREFILL = covering_configs()
 SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
 BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),
+    *covering_blackwell_fp8_configs("sm_100a"),
+    *covering_blackwell_fp8_configs("sm_103a")[:1],
     *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix("prefill_sm_103a_bf16_") in SM_103A),
 ]
 # K and V of 8 bits: boxes and rows, with one column block and several, with one consumer warpgroup and two.
@@ -172,8 +175,12 @@ CONFIGS: list[KernelConfig] = [
 # Allowed spills: two values read once for each chunk, see ``_DEQUANTIZED_TILES``, and two of a warp that combines, once
 # a share. Two more belong to packed heads with e4m3 windows, once for each work tile, and two to a warpgroup that
 # dequantizes to float16. The window spills remain with smaller parts of V, and with 8 registers more for consumers
-# (2026-11-25).
+# (2026-11-25). Kernels of tcgen05 with narrow outputs spill a value that is read once a work tile.
 SPILL = (
+    *(
+        f"prefill_sm_100a_{types}"
+        for types in ("e4m3_d64", "e4m3_to_nvfp4", "bf16_to_nvfp4", "e4m3_to_bf16_d128_causal_alibi")
+    ),
     "prefill_sm_90a_fp16_d192_causal_kv_nvfp4",
     "decode_sm_90a_fp16_d512_draft_kv_e4m3",
     *(f"mla_sm_90a_e4m3_to_bf16_d576_512_causal_pages{rows}" for rows in ("8", "16")),
@@ -323,16 +330,19 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
         assert re.findall(rf"\btcgen05\.{instruction}\b.*, (\d+);", ptx) == [str(TENSOR_MEMORY_COLUMNS)], instruction
         assert len(re.findall(rf"\btcgen05\.{instruction}\b", ptx)) == 1
 
-    # One instruction takes 16 elements. Q K^T occurs in the first step and in the later steps, P V in the later steps
+    # One instruction takes 32 bytes. Q K^T occurs in the first step and in the later steps, P V in the later steps
     # and in the last.
-    kinds = re.findall(r"\btcgen05\.mma\.cta_group::1\.kind::f16 \[%r\d+\], (\w+|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx)
+    kind = "f8f6f4" if config.uses_fp8_mma else "f16"
+    kinds = re.findall(
+        rf"\btcgen05\.mma\.cta_group::1\.kind::{kind} \[%r\d+\], (\w+|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx
+    )
     assert len(kinds) == ptx.count("tcgen05.mma")
     for a_in_tensor_memory, depth, columns in (
         (False, config.head_dim_qk, tile.n),
         (True, tile.n, config.head_dim_v),
     ):
         found = [int(kind) for a, kind in kinds if a.startswith("[") == a_in_tensor_memory]
-        assert len(found) == 2 * depth // MMA_DEPTH
+        assert len(found) == 2 * depth // config.mma_depth
         # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
         assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
 
@@ -342,7 +352,7 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
         Q_TILES * config.layout.q_columns // 64
         + {
             KvFetch.CONTIGUOUS: (config.layout.columns[0] + 2 * config.layout.columns[1]) // 64,
-            KvFetch.PAGE_BOXES: 3 * tile.n // max(config.box_rows, 1),
+            KvFetch.PAGE_BOXES: 3 * tile.n // max(config.box_rows, 1),  # column blocks are in one box or a loop
             KvFetch.PAGE_ROWS: 0,
         }[config.kv_fetch]
     )

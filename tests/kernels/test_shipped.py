@@ -12,6 +12,7 @@ from hopwell.kernels.config.base import DTYPES
 from hopwell.kernels.config.prefill import MASKS
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, TokenOffsets
 from hopwell.kernels.registry import prefill_type, resolve, shipped_configs
+from hopwell.kernels.sm100.prefill.config import FP8_TILES, Sm100PrefillConfig
 from hopwell.kernels.support import (
     FP8_HEAD_DIMS,
     PREFILL_TYPES,
@@ -83,8 +84,13 @@ def test_types_are_asked_for() -> None:
         every = [config for family in Family for config in shipped_configs(arch, family)]
         assert list(kernels_to_ship(arch)) == [config for config in every if not config.name.startswith(FP8_MLA)]
     assert sum(config.name.startswith(FP8_MLA) for config in kernels_to_ship("sm_90a", (TYPES_FP8,))) > 0
-    narrow, there = (
-        [c.name.replace(arch, "") for c in kernels_to_ship(arch, (TYPES_FP8_KV, TYPES_FP8))]
+    blackwell, there = (
+        {types: [*kernels_to_ship(arch, (types,))] for types in (TYPES_FP8_KV, TYPES_FP8)}
         for arch in ("sm_100a", "sm_120a")
     )
-    assert narrow == there, "those of sm_120 serve Blackwell, which has no others"
+    names = [[c.name.replace(c.arch, "") for c in configs[TYPES_FP8_KV]] for configs in (blackwell, there)]
+    assert names[0] == names[1], "kernels of sm_120 serve Blackwell, which has no others"
+    own = [config for config in blackwell[TYPES_FP8] if isinstance(config, Sm100PrefillConfig)]
+    assert {(c.head_dim_qk, c.head_dim_v) for c in own} == set(FP8_TILES)
+    rest = {c.name.replace(c.arch, "") for c in blackwell[TYPES_FP8] if c not in own and c.family is Family.PREFILL}
+    assert rest < {c.name.replace(c.arch, "") for c in there[TYPES_FP8]}

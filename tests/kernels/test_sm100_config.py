@@ -20,7 +20,7 @@ from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 from hopwell.kernels.registry import build, resolve, shipped_configs
 from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 from hopwell.kernels.sm100.prefill import config as sm100_config
-from hopwell.kernels.sm100.prefill.config import Q_TILES, TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.config import FP8_TILES, Q_TILES, TILES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.kernel import PrefillSm100
 from hopwell.kernels.support import COMMON_HEAD_DIMS
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
@@ -108,15 +108,31 @@ class TestResolve:
         with pytest.raises(NotImplementedError, match=message):
             resolve_own(paged(*cache("tuple-HND", 16, dims)), arch)
 
-    def test_other_dtypes_are_refused(self, arch: str) -> None:
-        narrow = cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn)
-        with pytest.raises(NotImplementedError, match=f"dtype torch.float8_e4m3fn has no kernel on {arch}"):
-            resolve_own(paged(*narrow), arch)
+    def test_narrow_caches_with_16_bit_queries_are_refused(self, arch: str) -> None:
+        for types, message in (
+            (dict(dtype=torch.float8_e4m3fn), "torch.float8_e4m3fn K and V have no kernel"),
+            (dict(dtype=torch.uint8), "NVFP4 K and V have no kernel"),
+        ):
+            is_packed = types["dtype"] is torch.uint8
+            key, value = cache("tuple-HND", 16, (64, 64) if is_packed else (128, 128), **types)
+            problem = replace(paged(*cache("tuple-HND", 16, (128, 128))), key=key, value=value)
+            if is_packed:
+                problem = replace(problem, kv_scales=(key, value))
+            with pytest.raises(NotImplementedError, match=f"{message} on {arch} with query dtype torch.bfloat16"):
+                resolve_own(problem, arch)
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_e4m3(self, dims: tuple[int, int], arch: str) -> None:
+        problem = paged(*cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn))
+        found = resolve_own(problem, arch)
+        assert found == resolve(problem, arch)
+        assert (found.dtype, found.out_dtype, found.tile) == ("e4m3", "e4m3", FP8_TILES[dims])
+        assert found.matrix_instruction == "tcgen05 e4m3"
 
     def test_kernels_of_sm120_serve_the_rest(self, arch: str) -> None:
         plain = paged(*cache("tuple-HND", 16, (128, 128)))
         wide, narrow = (paged(*cache("tuple-HND", 16, dims)) for dims in ((256, 256), (80, 80)))
-        fp8 = paged(*cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn))
+        fp8 = paged(*cache("tuple-HND", 16, (256, 256), dtype=torch.float8_e4m3fn))
         rest = [wide, narrow, fp8, replace(plain, score=SCORES[ScoreKind.CAPPED_ALIBI])]
         for problem in rest:
             found = resolve(problem, arch)
@@ -159,9 +175,10 @@ class TestResources:
         with pytest.raises(ValueError, match=r"_d128_causal_contiguous needs 544 columns of tensor memory, 512 are"):
             config()
 
-    def test_registers_add_up(self) -> None:
+    @pytest.mark.parametrize("out", ["bf16", "e4m3", "nvfp4"])
+    def test_registers_add_up(self, out: str) -> None:
         """setmaxnreg takes multiples of 8 from 24 to 256, and can only redistribute the launch registers."""
-        registers = config().registers
+        registers = replace(config(), out_dtype=out).registers
         launched = REGISTERS // (WARPGROUP * len(registers))
         assert sum(registers) == launched * len(registers)
         assert all(count % 8 == 0 and 24 <= count <= 256 for count in registers)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hopwell.kernels.config.base import KvType, Tile
+from hopwell.kernels.config.base import DTYPES, KvType, Tile
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.problem import AttentionProblem, ScoreKind
@@ -15,20 +15,24 @@ from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 Q_TILES = 2  # of a CTA: the softmax of one overlaps the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
 
-# Two warpgroups compute softmax, with a row of scores in each thread's registers. One warpgroup corrects and stores O,
-# 32 columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of
-# 512 threads at launch.
-SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 200, 64, 48
-ROLES = RoleTable(
-    dict(
-        softmax=Role(4 * Q_TILES, SOFTMAX_REGISTERS),
-        correction=Role(4, CORRECTION_REGISTERS),
-        mma=Role(1, PRODUCER_REGISTERS),
-        load_k=Role(1, PRODUCER_REGISTERS),
-        load_v=Role(1, PRODUCER_REGISTERS),
-        load_q=Role(1, PRODUCER_REGISTERS),
-    )
-)
+SOFTMAX_REGISTERS, PRODUCER_REGISTERS = 200, 48
+
+
+def _roles(softmax: int, correction: int) -> RoleTable:
+    """Return the warp roles, given registers of a thread.
+
+    Two warpgroups compute softmax, with a row of scores in each thread's registers. One warpgroup corrects and stores
+    O, 32 columns at a time. The last has the warps that load, schedule and issue products.
+    """
+    others = ("mma", "load_k", "load_v", "load_q")
+    wide = dict(softmax=Role(4 * Q_TILES, softmax), correction=Role(4, correction))
+    return RoleTable(wide | {name: Role(1, PRODUCER_REGISTERS) for name in others})
+
+
+# Each sum equals the registers of 512 threads at launch. Outputs of 8 or 4 bits take more registers to store. Some
+# kernels with 8-bit operands or outputs spill up to 8 bytes once a work tile.
+ROLES = _roles(SOFTMAX_REGISTERS, correction=64)
+NARROW_OUTPUT_ROLES = _roles(SOFTMAX_REGISTERS - 8, correction=80)
 
 
 def _tile(n: int, kv_stages: int) -> Tile:
@@ -70,7 +74,11 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        return ROLES.registers
+        return self.roles.registers
+
+    @property
+    def roles(self) -> RoleTable:
+        return ROLES if self.out_dtype in DTYPES.values() else NARROW_OUTPUT_ROLES
 
     @property
     def columns(self) -> Columns:

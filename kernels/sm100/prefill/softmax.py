@@ -27,7 +27,7 @@ _POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.0095
 _ROUNDING = float(3 << 22)
 _LEAST_EXPONENT = -127.0  # of a nonzero result; the polynomial is 0 at exactly this exponent
 SLACK_BELOW = 2.0  # powers of two by which all e4m3 weights of a tile may lie below their largest value
-LARGEST_SUM = 2.0**64  # of exponentials: 2^31 keys with weights of up to 2^8 make 2^39
+LARGEST_SUM = 2.0**64  # of the exponentials of a step, at most 2^SLACK or 2^(headroom + SLACK_BELOW) each
 
 
 @dataclass
@@ -42,10 +42,8 @@ class PackedSoftmax(OnlineSoftmax):
         common = OnlineSoftmax.create(scale, LaneRow.rows)
         return cls(**vars(common), polynomial_eighths=polynomial_eighths)
 
-    @cute.jit
     def sum_of_lanes(self, value, lanes: int):
-        # Polynomials turn NaN into a number near 2^128. No sum of exponentials, at most 2^SLACK each, comes near it.
-        return Float32(math.nan) if value > LARGEST_SUM else value
+        return value
 
     @cute.jit
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
@@ -62,7 +60,8 @@ class PackedSoftmax(OnlineSoftmax):
             scores.set(r, 2 * pair + 1, powers[1])
             sums[pair % 2] = cute.arch.add_packed_f32x2(sums[pair % 2], powers)
         even, odd = cute.arch.add_packed_f32x2(*sums)
-        self.row_sum[r] += even + odd
+        # Polynomials turn NaN into a number near 2^128. The sum shows it before later steps could scale it down.
+        self.row_sum[r] += Float32(math.nan) if even + odd > LARGEST_SUM else even + odd
 
     def _powers(self, exponents: tuple, pair: int) -> tuple:
         # Both kinds are spread evenly, so that both pipes stay busy. The slower kind comes first.

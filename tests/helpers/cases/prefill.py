@@ -37,6 +37,7 @@ E4M3_CASES = [
 E4M3_EMULATED = [
     *(("sm_90a", E4M3_CASES[i]) for i in (0, 3, 7, 8)),
     *(("sm_120a", E4M3_CASES[i]) for i in (1, 5, 7, 8)),
+    *(("sm_100a", E4M3_CASES[i]) for i in (2, 3, 4, 5)),
 ]
 
 # (head dims, page size, mask): boxes of every size and rows, one and two column blocks, head dims that fill no block.

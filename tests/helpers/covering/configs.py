@@ -169,6 +169,27 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
     return list(found)
 
 
+def covering_blackwell_fp8_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig]:
+    """Return Blackwell prefill kernels with e4m3 operands, and kernels with 8-bit and 4-bit outputs."""
+    causal, window, middle = MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, (128, 128)
+    chosen: list[tuple[str, str, tuple[int, int], MaskKind, tuple[KvFetch, int], dict[str, Any]]] = [
+        ("e4m3", "bf16", middle, causal, PAGES16, {}),
+        ("e4m3", "fp16", middle, window, PAGES64, {}),
+        ("e4m3", "e4m3", (64, 64), window, PAGES16, {}),
+        ("e4m3", "nvfp4", (192, 128), MaskKind.CHUNKED, CONTIGUOUS, {}),
+        ("e4m3", "nvfp4", middle, MaskKind.FULL, ROWS, {}),
+        ("e4m3", "bf16", middle, causal, PAGES16, dict(skip_softmax=True)),
+        ("e4m3", "bf16", middle, causal, PAGES16, dict(score=ScoreKind.ALIBI)),
+        ("e4m3", "bf16", (64, 64), causal, CONTIGUOUS, dict(score=ScoreKind.SOFT_CAP)),
+        ("bf16", "nvfp4", middle, causal, CONTIGUOUS, {}),
+        ("bf16", "e4m3", (64, 64), causal, CONTIGUOUS, {}),
+    ]
+    return [
+        Sm100PrefillConfig(arch, dtype, out, *dims, mask, *fetch, **choices)
+        for dtype, out, dims, mask, fetch, choices in chosen
+    ]
+
+
 def covering_decode_configs() -> list[DecodeConfig]:
     """Return decode kernels that stand for all: a mask changes the consumers' code, a fetch the producers' code."""
 
