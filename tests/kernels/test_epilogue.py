@@ -12,6 +12,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import pytest
+from cutlass import Float8E4M3FN
 from helpers.host import arithmetic
 from helpers.host.arithmetic import number
 from helpers.host.warps import Lanes
@@ -32,14 +33,12 @@ from hopwell.kernels.parts.rows.epilogue import (
 )
 from hopwell.kernels.parts.rows.query_rows import QueryRows
 from hopwell.kernels.registry import shipped_configs
-from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 
 pytestmark = pytest.mark.traced
 
-# The form of a warp's rows, the output columns that it writes, and the columns that it holds at a time.
+# The output columns that a warp writes, and the columns that it holds at a time.
 WIDTHS = sorted({(c.head_dim_v // c.v_splits, c.layout.depth[1]) for c in shipped_configs()})
-LANE_WIDTHS = sorted({(v, LaneRow.pass_columns) for _, v in Sm100PrefillConfig.tiles})
-CASES = [*((RowFragment, *width) for width in WIDTHS), *((LaneRow, *width) for width in LANE_WIDTHS)]
+CASES = [(RowFragment, *width) for width in WIDTHS]
 # Rows that are staged as float32: whole passes of 32 columns, and the half of one.
 FLOAT_WIDTHS = [16, 80, 128]
 FLOAT_CASES = list(itertools.product((ConvertedRows, E4m3Rows), (RowFragment, SplitRowFragment), FLOAT_WIDTHS))
@@ -283,23 +282,24 @@ def test_rows_staged_as_floats_are_written_once(
 
 
 class TestLaneRow:
-    def test_a_part_is_the_row_itself(self) -> None:
-        """A write to a part of a part goes to the row."""
-        row = LaneRow([float(c) for c in range(64)], 64)
-        part = row.part(8, 32).part(4, 16)
-        assert part.columns == 16
-        assert [part.get(0, c) for c in range(16)] == [12.0 + c for c in range(16)]
-        part.set(0, 3, -1.0)
-        assert [c for c in range(64) if row.get(0, c) != c] == [15]
-
     def test_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each word has two columns, the left one in the lower half, times a factor for the output, in
-        the form of P.
-        """
+        """A word has two columns of 16 bits, the left one in the lower half, or four of 8 bits."""
         monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (dtype, low, high))
-        part = LaneRow([float(c) for c in range(64)], 64).part(32, 32)
-        assert part.words(8, 4, "bf16") == [("bf16", 40.0, 41.0), ("bf16", 42.0, 43.0)]
-        assert part.words(8, 4, "fp16", 0.5) == [("fp16", 20.0, 20.5), ("fp16", 21.0, 21.5)]
+        monkeypatch.setattr(copy, "pack_e4m3_x4", tuple)
+        row = LaneRow([float(c) for c in range(4)], 4)
+        assert row.words("bf16") == [("bf16", 0.0, 1.0), ("bf16", 2.0, 3.0)]
+        assert row.words(Float8E4M3FN) == [(0.0, 1.0, 2.0, 3.0)]
+
+    @pytest.mark.parametrize(("kind", "at_once"), [(ConvertedRows, 8), (E4m3Rows, 16)])
+    def test_a_lane_writes_its_own_row(self, kind: Any, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A store has 16 bytes, aligned."""
+        stored: dict[int, list[Any]] = {}
+        monkeypatch.setattr(copy, "store_global", lambda address, words: stored.update({address: words}))
+        monkeypatch.setattr(kind, "converted", lambda self, values, dtype: values)
+        out, values = kind(1 << 20, 1 << 10, 0, 5, 64), [float(c) for c in range(16)]
+        out.write_row(3, values, "dtype", 32)
+        first = (1 << 20) + 3 * (1 << 10) + 32 * kind.element_bits // 8
+        assert stored == {first + 16 * i: values[at_once * i :][:at_once] for i in range(16 // at_once)}
 
 
 class Memory(dict[int, float]):

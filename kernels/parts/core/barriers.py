@@ -15,4 +15,5 @@ class NamedBarrier(enum.IntEnum):
 class SoftmaxBarrier(enum.IntEnum):
     """Barriers of kernels whose S and O are in tensor memory."""
 
-    TILE = 1  # 1 and 2, by softmax warpgroup: whether all of its rows leave a tile out
+    TILE = 1  # 1 and 2, by query tile: whether all of its rows leave a tile of keys out
+    ROWS = 3  # 3 to 10, by 32 rows of a query tile: the two warps that share rows exchange values

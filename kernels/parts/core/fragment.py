@@ -183,15 +183,11 @@ class ColumnFragment(Fragment):
 
 @dataclass
 class LaneRow(Fragment):
-    first: int = 0  # register of column 0
-
     rows = 1
     lanes_per_row = 1
-    warp_rows = 32
-    pass_columns = 32
 
     def index(self, r: int, c: int) -> int:
-        return self.first + c
+        return c
 
     @staticmethod
     def column_offset(c: int) -> int:
@@ -210,35 +206,9 @@ class LaneRow(Fragment):
         """Return the lane's row within the 32 rows of its warp."""
         return cute.arch.lane_idx()
 
-    def part(self, begin: int, columns: int) -> "LaneRow":
-        """Return columns [begin, begin + columns) as a separate fragment."""
-        return LaneRow(self.registers, columns, self.first + begin)
-
-    def words(self, begin: int, columns: int, dtype, factor=None) -> list:
-        """Return columns [begin, begin + columns) in ``dtype``, packed into words, multiplied by ``factor`` if
-        given."""
-        values = [self.get(0, begin + c) for c in range(columns)]
-        if factor is not None:
-            values = [value * factor for value in values]
+    def words(self, dtype) -> list:
+        """Return the row in ``dtype``, packed into words."""
+        values = [self.get(0, c) for c in range(self.columns)]
         if dtype is Float8E4M3FN:
-            return [copy.pack_e4m3_x4(values[c : c + 4]) for c in range(0, columns, 4)]
-        return [copy.pack_x2(dtype, values[c], values[c + 1]) for c in range(0, columns, 2)]
-
-    def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
-        """Write columns [begin, begin + columns) times ``factors[0]`` to rows of shared memory in ``dtype``."""
-        words = self.words(begin, columns, dtype, factors[0])
-        for vector in range(columns // 8):
-            address = self.staged_vector(staging, cute.arch.lane_idx(), vector)
-            copy.store_shared(address, words[4 * vector : 4 * vector + 4])
-
-    def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
-        """Write columns [begin, begin + columns) times ``factors[0]`` to rows of shared memory as float32."""
-        values = [self.get(0, begin + c) * factors[0] for c in range(columns)]
-        for vector in range(columns // 4):
-            address = self.staged_vector(staging, cute.arch.lane_idx(), vector)
-            copy.store_shared(address, values[4 * vector : 4 * vector + 4])
-
-    @staticmethod
-    def staged_vector(staging, row, vector):
-        """Return the staging address of a vector of a row. Two rows share a swizzled row of 128 bytes."""
-        return copy.swizzled_vector(staging, row // 2, row % 2 * 4 + vector)
+            return [copy.pack_e4m3_x4(values[c : c + 4]) for c in range(0, self.columns, 4)]
+        return [copy.pack_x2(dtype, values[c], values[c + 1]) for c in range(0, self.columns, 2)]

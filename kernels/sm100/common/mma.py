@@ -118,17 +118,17 @@ class StagedOperand:
 
 @device_struct
 class TensorOperand:
-    """A in tensor memory; ``word`` is the address of its first column."""
+    """A in tensor memory; ``word`` is the address of the column of its elements from instruction ``first`` on."""
 
     word: Int32
+    first: int = 0
 
     @staticmethod
     def prepare(name: str, word: str, k: int, depth: int) -> str:
         return ""
 
-    @staticmethod
-    def place(name: str, word: str, k: int) -> str:
-        return f"[{word} + {DEPTH_COLUMNS * k}]"
+    def place(self, name: str, word: str, k: int) -> str:
+        return f"[{word} + {DEPTH_COLUMNS * (k - self.first)}]"
 
 
 @cute.jit

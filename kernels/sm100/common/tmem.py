@@ -11,7 +11,7 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 
-COLUMNS_AT_ONCE = 32  # of one instruction: with 512 threads none may take more than 128 registers
+COLUMNS_AT_ONCE = 16  # of one instruction: with 32, roles of 56 and 96 registers spill
 
 
 @dsl_user_op
@@ -44,9 +44,9 @@ def row_address(tensor_memory, column) -> Int32:
     return tensor_memory + (warp * LANES << 16) + column
 
 
-def load_row(address, columns: int) -> LaneRow:
-    """Load ``columns`` columns of a lane's row, starting at ``address``."""
-    row = LaneRow(cute.make_rmem_tensor(columns, Float32), columns)
+def load_row(address) -> LaneRow:
+    """Load COLUMNS_AT_ONCE columns of a lane's row, starting at ``address``."""
+    row = LaneRow(cute.make_rmem_tensor(COLUMNS_AT_ONCE, Float32), COLUMNS_AT_ONCE)
     load(address, row)
     return row
 
@@ -59,14 +59,10 @@ def load(address, row: LaneRow) -> None:
 
 @dsl_user_op
 def _load(address, columns: int, *, loc=None, ip=None):
-    # One asm block holds the loads and the wait for them. Otherwise the compiler could use the values before they
-    # arrive.
-    text = ""
-    for first in range(0, columns, COLUMNS_AT_ONCE):
-        outputs = ", ".join(f"{{$w{first + c}}}" for c in range(COLUMNS_AT_ONCE))
-        text += f"tcgen05.ld.sync.aligned.32x32b.x{COLUMNS_AT_ONCE}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
+    # One asm block holds the load and the wait for it. Otherwise the compiler could use the values before they arrive.
+    outputs = ", ".join(f"{{$w{c}}}" for c in range(columns))
     return cute.arch.inline_ptx(
-        text + "tcgen05.wait::ld.sync.aligned;",
+        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{outputs}}}, [{{$r0}}]; tcgen05.wait::ld.sync.aligned;",
         write_only_types=[Float32] * columns,
         read_only_args=[address],
         loc=loc,

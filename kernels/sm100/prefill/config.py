@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hopwell.kernels.config.base import DTYPES, KvType, Tile
+from hopwell.kernels.config.base import KvType, Tile
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.problem import AttentionProblem, ScoreKind
@@ -15,24 +15,21 @@ from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 Q_TILES = 2  # of a CTA: the softmax of one overlaps the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
 
-SOFTMAX_REGISTERS, PRODUCER_REGISTERS = 200, 48
-
-
-def _roles(softmax: int, correction: int) -> RoleTable:
-    """Return the warp roles, given registers of a thread.
-
-    Two warpgroups compute softmax, with a row of scores in each thread's registers. One warpgroup corrects and stores
-    O, 32 columns at a time. The last has the warps that load, schedule and issue products.
-    """
-    others = ("mma", "load_k", "load_v", "load_q")
-    wide = dict(softmax=Role(4 * Q_TILES, softmax), correction=Role(4, correction))
-    return RoleTable(wide | {name: Role(1, PRODUCER_REGISTERS) for name in others})
-
-
-# Each sum equals the registers of 512 threads at launch. Outputs of 8 or 4 bits take more registers to store. Some
-# kernels with 8-bit operands or outputs spill up to 8 bytes once a work tile.
-ROLES = _roles(SOFTMAX_REGISTERS, correction=64)
-NARROW_OUTPUT_ROLES = _roles(SOFTMAX_REGISTERS - 8, correction=80)
+HALVES = 2  # of a step's keys: two softmax threads share a row
+SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 96, 56, 40
+# Four warpgroups compute softmax: each thread has half of a row of scores. One warpgroup corrects and stores O, 16
+# columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of 768
+# threads at launch.
+ROLES = RoleTable(
+    dict(
+        softmax=Role(4 * Q_TILES * HALVES, SOFTMAX_REGISTERS),
+        correction=Role(4, CORRECTION_REGISTERS),
+        mma=Role(1, PRODUCER_REGISTERS),
+        load_k=Role(1, PRODUCER_REGISTERS),
+        load_v=Role(1, PRODUCER_REGISTERS),
+        load_q=Role(1, PRODUCER_REGISTERS),
+    )
+)
 
 
 def _tile(n: int, kv_stages: int) -> Tile:
@@ -74,11 +71,7 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        return self.roles.registers
-
-    @property
-    def roles(self) -> RoleTable:
-        return ROLES if self.out_dtype in DTYPES.values() else NARROW_OUTPUT_ROLES
+        return ROLES.registers
 
     @property
     def columns(self) -> Columns:
@@ -86,9 +79,14 @@ class Sm100PrefillConfig(PrefillConfig):
         return Columns(dict(s=Q_TILES * self.tile.n, o=Q_TILES * self.head_dim_v))
 
     @property
+    def half_keys(self) -> int:
+        """Keys of a step whose scores a softmax thread has."""
+        return self.tile.n // HALVES
+
+    @property
     def early_keys(self) -> int:
-        """Keys of a step whose P is multiplied before the rest is ready: half of the step, in multiples of 32."""
-        return self.tile.n // 64 * 32
+        """Keys of each half whose P is multiplied before the rest is ready."""
+        return 32
 
     @property
     def polynomial_eighths(self) -> int:

@@ -6,12 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import OutputRows, output_rows
-from hopwell.kernels.parts.rows.query_rows import QueryRows
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
 
@@ -22,7 +20,6 @@ class Correction:
     factor_ring: Any
     o_ring: Any
     factors: Int32  # shared memory, as in Softmax
-    staging: Int32
     work_queue: WorkQueue
     tensor_memory: Int32
 
@@ -43,7 +40,7 @@ class Correction:
                 posted += 1
             if steps > 0:
                 kv_step += 1
-            kind = output_rows(self.kernel.out_dtype, stages_pairs=True)
+            kind = output_rows(self.kernel.out_dtype, stages_pairs=False)
             rows = kind.of(tile, self.kernel.config.head_dim_v, addresses, geometry)
             for index in cutlass.range(Q_TILES, unroll=1):
                 factor = self.take(Q_TILES * posted + index, row)
@@ -85,7 +82,7 @@ class Correction:
             tmem.after_signal()
             for first in cutlass.range_constexpr(0, self.kernel.config.head_dim_v, tmem.COLUMNS_AT_ONCE):
                 place = self.output(index) + first
-                values = tmem.load_row(place, tmem.COLUMNS_AT_ONCE)
+                values = tmem.load_row(place)
                 tmem.store_words(place, [values.get(0, c) * factor for c in range(tmem.COLUMNS_AT_ONCE)])
             tmem.wait_stores()
         tmem.before_signal()
@@ -93,15 +90,16 @@ class Correction:
 
     @cute.jit
     def store(self, rows: OutputRows, index, factor, has_keys):
-        """Write O times ``factor`` to this warp's rows of the output, or zeros if no row has a key."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        own = QueryRows(index * Q_TILE_ROWS + warp * LaneRow.warp_rows, TileShape.of(1, self.kernel.tile.m))
-        staging = self.staging + warp * self.kernel.staging_bytes
+        """Write O times ``factor`` to this thread's row of the output, or zeros if no row has a key."""
+        token = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
         for first in cutlass.range_constexpr(0, rows.columns, tmem.COLUMNS_AT_ONCE):
             values = LaneRow(cute.make_rmem_tensor(tmem.COLUMNS_AT_ONCE, Float32), tmem.COLUMNS_AT_ONCE)
             values.registers.fill(0.0)
             if has_keys:
                 tmem.load(self.output(index) + first, values)
-            rows.store(values, [factor], staging, own, self.kernel.out_dtype, first)
+            if token < rows.count:
+                scaled = [values.get(0, c) * factor for c in range(tmem.COLUMNS_AT_ONCE)]
+                rows.write_row(token, scaled, self.kernel.out_dtype, first)
+            cute.arch.sync_warp()
         tmem.before_signal()
         cute.arch.sync_warp()

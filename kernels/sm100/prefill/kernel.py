@@ -13,7 +13,6 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address, shared_array
-from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
@@ -23,11 +22,11 @@ from hopwell.kernels.parts.rows.padding import fill_padding
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES, ROLES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, Q_TILES, ROLES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.correction import Correction
 from hopwell.kernels.sm100.prefill.products import Products
 from hopwell.kernels.sm100.prefill.skip import SkippingSoftmax
-from hopwell.kernels.sm100.prefill.softmax import Fp8PackedSoftmax, PackedSoftmax, Softmax
+from hopwell.kernels.sm100.prefill.softmax import EXCHANGED_BYTES, Fp8PackedSoftmax, PackedSoftmax, Softmax
 
 CORRECTION_WARP, MMA_WARP = ROLES.first("correction"), ROLES.first("mma")
 K_WARP, V_WARP, Q_WARP = (ROLES.first(f"load_{name}") for name in "kvq")
@@ -38,21 +37,23 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     """Attention over two query tiles of 128 rows, in steps of ``tile.n`` keys from right to left.
 
     Warp roles
-        warps 0..3, 4..7  softmax     of query tile 0 and 1: a thread has a row, from S to P, and its log-sum-exp
-        warps 8..11       correction  rescales O when a row's reference moves; at the end normalises and stores it
-        warp 12           mma         issues all products, and allocates tensor memory
-        warp 13           load_k      K tiles, through the KV source
-        warp 14           load_v      V tiles; rows past the visible keys become zeros
-        warp 15           load_q      work tiles (the query rows, the keys and their locations) and their Q tiles
+        warps 0..7, 8..15 softmax     of query tile 0 and 1: two threads share a row, from S to P, each with half of the
+                                      keys of a step; the first four warps also write the log-sum-exp
+        warps 16..19      correction  rescales O when a row's reference moves; at the end normalises and stores it
+        warp 20           mma         issues all products, and allocates tensor memory
+        warp 21           load_k      K tiles, through the KV source
+        warp 22           load_v      V tiles; rows past the visible keys become zeros
+        warp 23           load_q      work tiles (the query rows, the keys and their locations) and their Q tiles
 
     Edges (``PrefillSm100(config).edges``); edges of query tiles have one stage per tile, factor has two
         q       load_q -> mma            released when the last S of the work tile has been computed
         k       load_k -> mma            released when both S have been computed
         v       load_v -> mma            released when both products have been added to O
         work    load_q -> all others     released as soon as it has been read
-        s       mma -> softmax           released when the first columns of P have replaced it
+        s       mma -> softmax           released when the first columns of P of both halves have replaced it
         p       softmax -> mma           full when all columns of P have been written
-        factor  softmax -> correction    factors of the rows of O, step by step; the last one normalises
+        factor  softmax -> correction    factors of the rows of O, step by step; the last one normalises. The first
+                                         four softmax warps of a query tile post them
         o       mma -> correction        full when it is complete; released before every product, when O has been
                                          corrected or stored and may be added to
 
@@ -70,25 +71,24 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     # With one stage ptxas keeps the tile values that correction has read in registers, and spills 8 of 64 at head dim
     # 64.
     work_stages = 2
-    more_bytes = copy.VECTOR_BYTES  # the address of tensor memory, and the query tiles' flags of P
-    staging_bytes = HALFWORD_BYTES * LaneRow.warp_rows * LaneRow.pass_columns
+    # The softmax threads' exchanges, the address of tensor memory, and the query tiles' flags of P.
+    more_bytes = EXCHANGED_BYTES + copy.VECTOR_BYTES
 
     @property
     def roles(self) -> dict[str, int]:
         warps = {name: role.warps for name, role in ROLES.roles.items()}
-        return warps | {"softmax": warps["softmax"] // Q_TILES, "all others": sum(warps.values()) - 1}
+        softmax, others = warps["softmax"] // Q_TILES, sum(warps.values()) - 1
+        return warps | {"softmax": softmax, "first half": softmax // HALVES, "all others": others}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
-        c, t = self.config, self.tile
+        c, t, every_lane = self.config, self.tile, dict(producer_lanes=LANES, consumer_lanes=LANES)
         return (
             roles.edge("q", "load_q", "mma", t.q_stages, self.q_rows * c.layout.q_columns * HALFWORD_BYTES),
             *self._kv_edges(roles, *[("mma", Reader.TENSOR_CORES)] * 2),
             self._work_edge(roles, "load_q"),
             roles.edge("s", "mma", "softmax", Q_TILES),
             roles.edge("p", "softmax", "mma", Q_TILES),
-            roles.edge(
-                "factor", "softmax", "correction", 2 * Q_TILES, FACTOR_BYTES, producer_lanes=LANES, consumer_lanes=LANES
-            ),
+            roles.edge("factor", "first half", "correction", 2 * Q_TILES, FACTOR_BYTES, **every_lane),
             roles.edge("o", "mma", "correction", Q_TILES),
         )
 
@@ -108,6 +108,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         smem = cutlass.memory.SmemAllocator()
         tiles, rings, work_queue, zeroing_barriers = self._allocate(smem)
         factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.VECTOR_BYTES))
+        exchanged = shared_address(smem.allocate(EXCHANGED_BYTES, copy.VECTOR_BYTES))
         words = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
         slot, pending = words, words + 4
         mask = mask_type(self.config.mask)(self.config.mask, Int32(geometry.mask_size))
@@ -133,6 +134,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
                 p_ring=rings.p,
                 factor_ring=rings.factor,
                 factors=factors,
+                exchanged=exchanged,
                 work_queue=work_queue,
                 mask=mask,
                 score=score,
@@ -143,18 +145,15 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             if const_expr(self.config.skip_softmax):
                 skip = SkipRule.create(skip_softmax, state.scale)
                 SkippingSoftmax(**parts, skip=skip, pending=pending).run(addresses, geometry)
-                is_first = cute.arch.thread_idx()[0] % Q_TILE_ROWS == 0
+                is_first = cute.arch.thread_idx()[0] % (HALVES * Q_TILE_ROWS) == 0
                 skip.report(addresses.skipped, is_first)
             else:
                 Softmax(**parts).run(addresses, geometry)
         elif warp < MMA_WARP:
-            self.set_registers(registers[2])
-            staging = shared_address(tiles.staging)
-            Correction(self, rings.factor, rings.o, factors, staging, work_queue, tensor_memory).run(
-                addresses, geometry
-            )
+            self.set_registers(registers[-2])
+            Correction(self, rings.factor, rings.o, factors, work_queue, tensor_memory).run(addresses, geometry)
         else:
-            self.set_registers(registers[3])
+            self.set_registers(registers[-1])
             if warp == MMA_WARP:
                 Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
             if warp == K_WARP:

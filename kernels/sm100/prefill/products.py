@@ -9,7 +9,7 @@ from cutlass import Int32, const_expr
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, issue
-from hopwell.kernels.sm100.prefill.config import Q_TILES
+from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILES
 
 
 @device_struct(frozen=True)
@@ -119,10 +119,10 @@ class Products:
 
     @cute.jit
     def _issue_o(self, index, kv_step, accumulate) -> None:
-        """Issue O += P V in two parts: the first when the first columns of P are ready and O may be added to, the
-        second when all of P is ready. The whole warp calls this."""
+        """Issue O += P V in two parts: the first when the first columns of P of both halves are ready and O may be
+        added to, the second when all of P is ready. The whole warp calls this."""
         s_ring, p_ring, o_ring = self.rings.s, self.rings.p, self.rings.o
-        step, early, keys = Q_TILES * kv_step + index, self.kernel.config.early_keys, self.kernel.tile.n
+        step, early, keys = Q_TILES * kv_step + index, self.kernel.config.early_keys, self.kernel.config.half_keys
         s_ring.wait_released(step)
         o_ring.wait_released(step)
         tmem.after_signal()
@@ -133,13 +133,19 @@ class Products:
 
     @cute.jit
     def _issue_keys(self, index, kv_step, span: cutlass.Constexpr, accumulate) -> None:
+        """Issue the products of the keys ``span`` (begin, end) of both halves of the step."""
         c = self.kernel.config
         output = self.tensor_memory + (c.columns.first("o") + index * c.head_dim_v)
-        p, v = TensorOperand(self._scores(index)), self.v.at(self.rings.v.stage(kv_step))
-        product = (output, p, v, Mma(self.kernel.dtype, c.head_dim_v, n_major_b=True), span, accumulate)
+        v, product = self.v.at(self.rings.v.stage(kv_step)), Mma(self.kernel.dtype, c.head_dim_v, n_major_b=True)
         with cute.arch.elect_one():
             if const_expr(c.skip_softmax):
                 if shared_array(Int32, self.pending)[index] != 0:
-                    issue(*product)
+                    self._issue_halves(output, index, v, product, span, accumulate)
             else:
-                issue(*product)
+                self._issue_halves(output, index, v, product, span, accumulate)
+
+    def _issue_halves(self, output, index, v, product: Mma, span: tuple[int, int], accumulate) -> None:
+        keys = self.kernel.config.half_keys
+        for half in range(HALVES):
+            p = TensorOperand(self._scores(index) + half * keys, half * keys // product.depth)
+            issue(output, p, v, product, (half * keys + span[0], half * keys + span[1]), accumulate)

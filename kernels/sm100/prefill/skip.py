@@ -10,7 +10,7 @@ from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
 from hopwell.kernels.parts.core.device import barrier_all, shared_array
 from hopwell.kernels.parts.rows.skip import SkipRule
-from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS
+from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS
 from hopwell.kernels.sm100.prefill.softmax import Logits, Softmax, Steps
 
 SKIP_ROWS = 64  # rows in which skipped tiles are counted
@@ -22,11 +22,11 @@ class SkippingSoftmax(Softmax):
     pending: Int32  # shared memory: for each query tile whether its P is ready to be multiplied
 
     @cute.jit
-    def weigh(self, steps: Steps, first, logits: Logits, maximum, done):
+    def weigh(self, steps: Steps, logits: Logits, maximum, done):
         unneeded = self.skip.unneeded(self.state.largest, [maximum], logits.row)
         if done == 0:
             unneeded = Int32(0)
-        left_out = barrier_all(unneeded, SoftmaxBarrier.TILE + steps.index, WARPGROUP)
+        left_out = barrier_all(unneeded, SoftmaxBarrier.TILE + steps.index, HALVES * WARPGROUP)
         if left_out:
             # The thread of the query tile's first row reports, so rows count from there. There are none if the request
             # ends before that row.
@@ -37,10 +37,10 @@ class SkippingSoftmax(Softmax):
             self.skip.note(True)
             self.state.choose_reference(0, maximum)
         self.post_rescale(steps, done)
-        if steps.row == 0:
+        if (steps.row == 0) & (steps.half == 0):
             shared_array(Int32, self.pending)[steps.index] = self.skip.pending[0]
         if left_out:
             self.give_early_p(steps, done)
             self.give_late_p(steps, done)
         else:
-            self.write_p(steps, first, logits, done)
+            self.write_p(steps, logits, done)

@@ -1,4 +1,4 @@
-"""Softmax of Blackwell prefill: a thread has a row of scores, and half of its arithmetic works on pairs."""
+"""Softmax of Blackwell prefill: two threads share a row of scores, and half of their arithmetic works on pairs."""
 
 import math
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
+from hopwell.kernels.hardware import LANES, WARPGROUP
+from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
@@ -18,7 +20,7 @@ from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.softmax import E4M3_POWER, OnlineSoftmax, tile_reference
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
+from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, Q_TILES, ROLES
 
 # 2^f for -1/2 <= f <= 1/2 is 1 + f * (this polynomial, lowest power first), with a relative error of at most 3e-6. A
 # power of two is exact.
@@ -27,6 +29,7 @@ _POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.0095
 _ROUNDING = float(3 << 22)
 _LEAST_EXPONENT = -127.0  # of a nonzero result; the polynomial is 0 at exactly this exponent
 SLACK_BELOW = 2.0  # powers of two by which all e4m3 weights of a tile may lie below their largest value
+EXCHANGED_BYTES = 2 * 4 * LANES * ROLES.roles["softmax"].warps  # two float32 of each softmax thread
 LARGEST_SUM = 2.0**64  # of the exponentials of a step, at most 2^SLACK or 2^(headroom + SLACK_BELOW) each
 
 
@@ -120,13 +123,18 @@ def _add_exponent(power, integer, *, loc=None, ip=None):
 
 @device_struct(frozen=True)
 class Softmax:
-    """The two softmax warpgroups."""
+    """The softmax warpgroups: two for each query tile, each with half of the keys of a step.
+
+    The two threads of a row choose the same reference. They exchange their maxima in each step, and their sums at the
+    end of a work tile, through shared memory.
+    """
 
     kernel: Any  # the PrefillSm100: configuration only
     s_ring: Any
     p_ring: Any
     factor_ring: Any
     factors: Int32  # shared memory for a factor of each row, one array per stage of the ring
+    exchanged: Int32  # shared memory for a value of each thread, two arrays used in turn
     work_queue: WorkQueue
     mask: IntervalMask
     score: ScoreMap
@@ -136,85 +144,98 @@ class Softmax:
 
     @cute.jit
     def run(self, addresses, geometry):
-        index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
-        row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
-        column = self.kernel.config.columns.first("s") + index * self.kernel.tile.n
+        warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        index, half = warpgroup // HALVES, warpgroup % HALVES
+        row, keys = cute.arch.thread_idx()[0] % Q_TILE_ROWS, self.kernel.config.half_keys
+        column = self.kernel.config.columns.first("s") + index * self.kernel.tile.n + half * keys
         scores = tmem.row_address(self.tensor_memory, column)
         kv_step, posted, work = Int32(0), Int32(0), Int32(0)
         tile = self.work_queue.look(work)
         while tile.exists:
-            keys, request = tile.keys, tile.request
+            span, request = tile.keys, tile.request
             tile_row = index * Q_TILE_ROWS + row
             position = request.first_position + tile.first_row + tile_row
             logit_row = LogitRow((position,), request.kv_len, self.score.slope(tile.head))
             self.state.reset()
-            if keys.begin < keys.end:
-                step = partial(self.step, Steps(scores, index, row, kv_step, posted, keys.end - 1), logit_row)
-                for n in cutlass.range(keys.end - 1, keys.full_end - 1, -1, unroll=1):
+            if span.begin < span.end:
+                steps = Steps(scores, index, half, row, kv_step, posted, work, span.end - 1)
+                step = partial(self.step, steps, logit_row)
+                for n in cutlass.range(span.end - 1, span.full_end - 1, -1, unroll=1):
                     step(n, True)
-                for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
+                for n in cutlass.range(span.full_end - 1, span.full_begin - 1, -1, unroll=1):
                     step(n, False)
                 if const_expr(self.mask.has_left_edge):
-                    for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
+                    for n in cutlass.range(span.full_begin - 1, span.begin - 1, -1, unroll=1):
                         step(n, True)
-                kv_step += keys.end - keys.begin
-                posted += keys.end - keys.begin - 1
+                kv_step += span.end - span.begin
+                posted += span.end - span.begin - 1
+            other_sum = self.exchange(kv_step + work, half, self.state.row_sum[0])
+            self.state.row_sum[0] = self.state.row_sum[0] + other_sum
             # The tile is read again here, so that the steps need no registers for the values of the row results.
             tile = self.work_queue.look(work)
             self.work_queue.release(work)
-            tile_row = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
-            count = tile.request.q_len - tile.first_row
-            head_dim = self.kernel.config.head_dim_qk
-            results = RowResults.create(tile, count, self.score, head_dim, addresses, geometry)
-            factor = results.finish(self.state, 0, tile_row, LaneRow.lanes_per_row) * self.output_scale
-            cute.arch.sync_warp()  # rows without results have diverged the lanes
-            self.post(Q_TILES * posted + index, row, factor)
+            if half == 0:
+                tile_row = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
+                count = tile.request.q_len - tile.first_row
+                head_dim = self.kernel.config.head_dim_qk
+                results = RowResults.create(tile, count, self.score, head_dim, addresses, geometry)
+                factor = results.finish(self.state, 0, tile_row, LaneRow.lanes_per_row) * self.output_scale
+                cute.arch.sync_warp()  # rows without results have diverged the lanes
+                self.post(Q_TILES * posted + index, row, factor)
             posted += 1
             work += 1
             tile = self.work_queue.look(work)
 
     @cute.jit
     def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
-        """Turn S of tile ``n`` into P, and post the factor of O for the product P V."""
-        done = steps.last - n
+        """Turn this thread's half of S of tile ``n`` into P, and post the factor of O for the product P V."""
+        done, keys = steps.last - n, self.kernel.config.half_keys
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
-        logits = Logits(self, steps.scores, row, n * self.kernel.tile.n, masked)
-        # The other columns are read again when they are processed. Holding more of S would spill, sooner with masks
-        # that have two edges.
-        held = tmem.COLUMNS_AT_ONCE if self.mask.has_left_edge else self.kernel.config.early_keys
-        rest = self.kernel.tile.n - held
-        late_maximum = self.state.maximum(logits.load(held, rest), 0)
-        first = logits.load(0, held)
-        maximum = cute.arch.fmax(self.state.maximum(first, 0), late_maximum)
-        self.weigh(steps, first, logits, maximum, done)
+        logits = Logits(self, steps.scores, row, n * self.kernel.tile.n + steps.half * keys, masked)
+        # Columns are read again when they are processed, because holding half of them spills 17 registers.
+        maximum = -Float32.inf
+        for column in cutlass.range_constexpr(0, keys, tmem.COLUMNS_AT_ONCE):
+            maximum = cute.arch.fmax(maximum, self.state.maximum(logits.load(column), 0))
+        other_maximum = self.exchange(steps.kv_step + steps.work + done, steps.half, maximum)
+        self.weigh(steps, logits, cute.arch.fmax(maximum, other_maximum), done)
 
     @cute.jit
-    def weigh(self, steps: "Steps", first, logits: "Logits", maximum, done):
-        """Turn logits into P, after ``done`` steps of the work tile; ``first`` are the columns already in registers."""
+    def exchange(self, turn, half, value):
+        """Return the ``value`` of the other thread of this row. ``turn`` counts exchanges.
+
+        A thread may write the array of the turn after next only when the other thread has read this one: that thread
+        then waits at the barrier of the next turn.
+        """
+        thread, warp = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        values = shared_array(Float32, self.exchanged + turn % 2 * (EXCHANGED_BYTES // 2))
+        values[thread] = value
+        rows = warp // (4 * HALVES) * 4 + warp % 4
+        cute.arch.barrier(barrier_id=SoftmaxBarrier.ROWS + rows, number_of_threads=HALVES * LANES)
+        return values[thread + WARPGROUP * (1 - 2 * half)]
+
+    @cute.jit
+    def weigh(self, steps: "Steps", logits: "Logits", maximum, done):
+        """Turn logits into P, after ``done`` steps of the work tile."""
         self.state.choose_reference(0, maximum)
         self.post_rescale(steps, done)
-        self.write_p(steps, first, logits, done)
+        self.write_p(steps, logits, done)
 
     @cute.jit
     def post_rescale(self, steps: "Steps", done):
-        if done > 0:
+        if (done > 0) & (steps.half == 0):
             self.post(steps.of_tile(steps.posted + done - 1), steps.row, self.state.rescale[0])
 
     @cute.jit
-    def write_p(self, steps: "Steps", first, logits: "Logits", done):
-        for column in cutlass.range_constexpr(0, self.kernel.tile.n, tmem.COLUMNS_AT_ONCE):
-            if const_expr(column == self.kernel.config.early_keys):
+    def write_p(self, steps: "Steps", logits: "Logits", done):
+        config, dtype = self.kernel.config, self.kernel.dtype
+        for column in cutlass.range_constexpr(0, config.half_keys, tmem.COLUMNS_AT_ONCE):
+            if const_expr(column == config.early_keys):
                 self.give_early_p(steps, done)
-            if const_expr(column < first.columns):
-                part = first.part(column, tmem.COLUMNS_AT_ONCE)
-            else:
-                part = logits.load(column, tmem.COLUMNS_AT_ONCE)
+            part = logits.load(column)
             self.state.exponentials(part, 0)
             # P has two or four keys in a column, so it overwrites no column of S that is still to be read.
-            dtype = self.kernel.dtype
-            place = steps.scores + column * dtype.width // 32
-            tmem.store_words(place, part.words(0, tmem.COLUMNS_AT_ONCE, dtype))
+            tmem.store_words(steps.scores + column * dtype.width // 32, part.words(dtype))
         self.give_late_p(steps, done)
 
     @cute.jit
@@ -243,17 +264,18 @@ class Softmax:
 
 @device_struct(frozen=True)
 class Logits:
-    """A thread's row of S, as logits."""
+    """A thread's half of a row of S, as logits."""
 
     softmax: Softmax
     scores: Int32  # in tensor memory
     row: LogitRow
-    tile_start: Int32  # key of column 0
+    first_key: Int32  # key of column 0
     masked: bool
 
     @cute.jit
-    def load(self, column: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]):
-        part, start = tmem.load_row(self.scores + column, columns), self.tile_start + column
+    def load(self, column: cutlass.Constexpr[int]):
+        """Return the logits of COLUMNS_AT_ONCE columns."""
+        part, start = tmem.load_row(self.scores + column), self.first_key + column
         self.softmax.score.apply(part, self.row.slope, start, self.row.positions)
         if const_expr(self.masked):
             self.softmax.mask.apply(part, start, self.row)
@@ -264,11 +286,13 @@ class Logits:
 class Steps:
     """Position of a thread in the steps of all work tiles."""
 
-    scores: Int32  # its row in tensor memory
+    scores: Int32  # its half of a row in tensor memory
     index: Int32  # of the query tile
+    half: Int32  # of the keys of a step
     row: Int32  # within the query tile
     kv_step: Int32  # steps before this work tile
     posted: Int32  # factors before this work tile
+    work: Int32  # work tiles before this one
     last: Int32  # the rightmost tile of keys, which comes first
 
     def of_tile(self, step):
