@@ -67,12 +67,12 @@ class MaskRule:
         return self.first is not None or self.end is not None
 
 
-class MaskKinds(enum.Enum):
+class MaskEnum(enum.Enum):
     """Kinds of masks. Each is a :class:`MaskRule`, whose name is the member's value."""
 
     rule: MaskRule
 
-    def __new__(cls, rule: MaskRule) -> MaskKinds:
+    def __new__(cls, rule: MaskRule) -> MaskEnum:
         """Create the member of a rule."""
         member = object.__new__(cls)
         member._value_ = rule.name
@@ -80,7 +80,7 @@ class MaskKinds(enum.Enum):
         return member
 
 
-class MaskKind(MaskKinds):
+class MaskKind(MaskEnum):
     """Kinds of masks. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
     # A row sees every key of the request.
@@ -116,7 +116,7 @@ class Mask:
     power of two.
     """
 
-    kind: MaskKinds
+    kind: MaskEnum
     window_left: int = -1
     chunk: int = 0
 

@@ -18,7 +18,7 @@ import torch
 from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
-from hopwell.kernels.masks import MaskKinds
+from hopwell.kernels.masks import MaskEnum
 from hopwell.kernels.problem import AttentionProblem, Family
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -106,7 +106,7 @@ class KernelConfig:
     out_dtype: str
     head_dim_qk: int
     head_dim_v: int
-    mask: MaskKinds
+    mask: MaskEnum
     kv_fetch: KvFetch
     box_rows: int
     uneven_pages: bool = field(default=False, kw_only=True)  # the page size is not a power of two

@@ -28,7 +28,7 @@ from hopwell.kernels.config.base import (
     require_dtypes,
 )
 from hopwell.kernels.config.layout import OperandLayout, PrefillLayout
-from hopwell.kernels.masks import MaskKind, MaskKinds
+from hopwell.kernels.masks import MaskEnum, MaskKind
 from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
 from hopwell.kernels.support import RARE_HEAD_DIMS
 
@@ -192,7 +192,7 @@ class PrefillConfig(KernelConfig):
         )
 
     @classmethod
-    def has_short_steps(cls, dims: tuple[int, int], mask: MaskKinds) -> bool:
+    def has_short_steps(cls, dims: tuple[int, int], mask: MaskEnum) -> bool:
         """Return whether kernels with short steps exist besides the kernels without."""
         return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
@@ -209,7 +209,7 @@ class PrefillConfig(KernelConfig):
         return dict(short_steps=short_steps, packs_heads=packs_heads)
 
     @classmethod
-    def all_choices(cls, dims: tuple[int, int], mask: MaskKinds) -> list[dict[str, Any]]:
+    def all_choices(cls, dims: tuple[int, int], mask: MaskEnum) -> list[dict[str, Any]]:
         """Return every combination of these choices for kernels of plain scores."""
         steps = (False, True) if cls.has_short_steps(dims, mask) else (False,)
         return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]
@@ -243,7 +243,7 @@ class PrefillConfig(KernelConfig):
 
     @property
     def reads_kv_once(self) -> bool:
-        """Whether the keys of some requests are read only once, see ``WorkTile.kv_policy``."""
+        """Whether the keys of some requests are read only once, see ``QueryTile.kv_policy``."""
         return self.packs_heads
 
     @property

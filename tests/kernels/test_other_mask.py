@@ -17,7 +17,7 @@ from helpers.oracles import reference
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.masks import Mask, MaskKinds, MaskRule
+from hopwell.kernels.masks import Mask, MaskEnum, MaskRule
 from hopwell.kernels.parts.rows import mask as mask_part
 from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.registry import resolve
@@ -31,7 +31,7 @@ def _to_itself(position: Any, size: Any) -> Any:
     return position + 1
 
 
-class OtherKind(MaskKinds):
+class OtherKind(MaskEnum):
     # Keys 0..p, and the first ``window_left`` for every row: a prefix that sees itself completely.
     PREFIX = MaskRule("prefix", "prefix", "causal mask with a prefix", end=_end, size="window_left")
     # Every ``window_left``-th key before p, and p.

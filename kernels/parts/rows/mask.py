@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr
 
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.masks import MaskKind, MaskKinds
+from hopwell.kernels.masks import MaskEnum, MaskKind
 from hopwell.kernels.parts.core.device import device_struct, global_array, load_index
 from hopwell.kernels.parts.load.sequence import Request
 
@@ -83,7 +83,7 @@ class IntervalMask:
     predicate. The subclass may also override ``first_hidden``, so that tiles before that key skip the predicate.
     """
 
-    kind: MaskKinds
+    kind: MaskEnum
     size: Int32  # the parameter of the bounds, see ``Mask.size``
 
     is_interval: ClassVar[bool] = True  # whether rows see every key between their bounds
@@ -257,9 +257,9 @@ class TopkMask(IntervalMask):
 
 
 # Mask kinds that are not intervals. A new kind needs its class here; no kernel names mask classes.
-MASK_TYPES: dict[MaskKinds, type[IntervalMask]] = {MaskKind.DRAFT: DraftMask}
+MASK_TYPES: dict[MaskEnum, type[IntervalMask]] = {MaskKind.DRAFT: DraftMask}
 
 
-def mask_type(kind: MaskKinds) -> type[IntervalMask]:
+def mask_type(kind: MaskEnum) -> type[IntervalMask]:
     """Return the mask class of a kind."""
     return MASK_TYPES.get(kind, IntervalMask)

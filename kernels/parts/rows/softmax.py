@@ -147,6 +147,12 @@ class OnlineSoftmax:
         return cute.arch.vote_any_sync(moved)
 
     @cute.jit
+    def rescale_output(self, output) -> None:
+        """Rescale O, a fragment of the same rows, to the references that the latest step has chosen."""
+        if self.reference_moved():
+            output.scale_rows(self.rescale)
+
+    @cute.jit
     def sum_of_largest(self, r: int, lanes_per_row: int):
         """Return the sum of the exponentials of row r relative to its largest logit, or 0 if it saw no key."""
         seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from hopwell.kernels.config.base import KvType, Tile
 from hopwell.kernels.config.prefill import PrefillConfig
-from hopwell.kernels.masks import MaskKinds
+from hopwell.kernels.masks import MaskEnum
 from hopwell.kernels.problem import AttentionProblem, ScoreKind
 from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 
@@ -66,7 +66,7 @@ class Sm100PrefillConfig(PrefillConfig):
         return {}
 
     @classmethod
-    def all_choices(cls, dims: tuple[int, int], mask: MaskKinds) -> list[dict[str, Any]]:
+    def all_choices(cls, dims: tuple[int, int], mask: MaskEnum) -> list[dict[str, Any]]:
         return [{}]
 
     @property

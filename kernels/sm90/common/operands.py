@@ -51,14 +51,9 @@ class RowOperands:
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = copy.pack_x2(self.dtype, self.s[2 * i], self.s[2 * i + 1])
 
-    def rescale_output(self, factors) -> None:
-        self.output().scale_rows(factors)
-
-    @cute.jit
     def rescale(self, softmax) -> None:
         """Rescale O to the references that the latest step has chosen."""
-        if softmax.reference_moved():
-            self.rescale_output(softmax.rescale)
+        softmax.rescale_output(self.output())
 
     def add_values(self, v_stage, softmax) -> None:
         """Add P V of a stage to O; the product may still be in flight on return."""

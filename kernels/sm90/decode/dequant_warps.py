@@ -165,15 +165,12 @@ class DequantDecodeOperands(DequantProducts):
         column = g * block.value_part + word * (32 // self.element.bits)
         return self.v_scales.of_two_rows(stage, core_matrix * copy.ATOM_ROWS + 2 * t, column // self.element.block)
 
-    def _output(self) -> ColumnFragment:
+    def output(self) -> ColumnFragment:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
-
-    def rescale_output(self, factors) -> None:
-        self._output().scale_rows(factors)
 
     def columns(self, block: ColumnBlock, r: int) -> list:
         """Return this lane's part of a column block of row r of O."""
-        first, output = block.first // (LANES // QUAD), self._output()
+        first, output = block.first // (LANES // QUAD), self.output()
         return [output.get(r, first + i) * 2.0**-self.exponent for i in range(block.value_part)]
 
 
@@ -281,8 +278,7 @@ class DequantWarps:
             if masked:
                 self.mask.apply(scores, n * self.kernel.tile.n + step * STEP_KEYS, row)
             softmax.step(scores)
-            if softmax.reference_moved():
-                operands.rescale_output(softmax.rescale)
+            softmax.rescale_output(operands.output())
             v_ring.wait_full(kv_step)
             operands.multiply_values(v_ring.stage(kv_step), step)
         v_ring.wait_full(kv_step)

@@ -225,23 +225,6 @@ class LatentLogits:
         return LogitRow(places, request.kv_len, Float32(0.0))
 
 
-class RescaledOutput:
-    """Base, beside other operands, of operands whose O is in registers relative to references that move."""
-
-    def output(self) -> Any:
-        """Return O as a fragment."""
-        raise NotImplementedError
-
-    def rescale_output(self, factors) -> None:
-        self.output().scale_rows(factors)
-
-    @cute.jit
-    def rescale(self, softmax) -> None:
-        """Rescale O to the references that the latest step has chosen."""
-        if softmax.reference_moved():
-            self.rescale_output(softmax.rescale)
-
-
 def latent_mask_type(config: Any) -> type[IntervalMask]:
     """Return the mask of an MLA kernel."""
     return TopkMask if config.sparse else mask_type(config.mask)

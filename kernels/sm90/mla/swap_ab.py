@@ -38,7 +38,7 @@ from hopwell.kernels.sm90.decode.swap_ab import (
     SwapABTree,
     transposed_values,
 )
-from hopwell.kernels.sm90.mla.key_halves import LatentLoads, RescaledOutput, latent_mask_type
+from hopwell.kernels.sm90.mla.key_halves import LatentLoads, latent_mask_type
 
 
 class SwapABMlaSm90(SwapABTree, DecodeKernel):
@@ -139,7 +139,7 @@ class SwapABMlaSm90(SwapABTree, DecodeKernel):
 
 
 @dataclass
-class LatentOperands(RescaledOutput, ColumnOperands):
+class LatentOperands(ColumnOperands):
     """Operands of one tile at a time. Its keys are also the values, in a left and a right half."""
 
     depths: tuple[int, int]  # columns of the two halves that are multiplied
@@ -169,6 +169,10 @@ class LatentOperands(RescaledOutput, ColumnOperands):
 
     def output(self) -> ColumnFragment:
         return ColumnFragment(self.o, self.columns // (WARPS * ColumnFragment.lanes_per_row), self.products)
+
+    def rescale(self, softmax) -> None:
+        """Rescale O to the references that the latest step has chosen."""
+        softmax.rescale_output(self.output())
 
 
 @dataclass

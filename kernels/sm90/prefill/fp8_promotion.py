@@ -71,7 +71,7 @@ class PromotedOperands(Fp8Rows, Operands):
 
     def rescale(self, softmax) -> None:
         """Rescale O in every step."""
-        self.rescale_output(softmax.rescale)
+        self.output().scale_rows(softmax.rescale)
 
     def vectors(self) -> list:
         """Return the addresses of this lane's vectors: first O, then its references and a flag
@@ -94,7 +94,7 @@ class PromotedOperands(Fp8Rows, Operands):
     @cute.jit
     def promote(self, softmax) -> None:
         """Add O to the sum, both relative to the references that the latest step has chosen."""
-        self.rescale_output(softmax.rescale)
+        self.output().scale_rows(softmax.rescale)
         self.add_promoted(softmax)
         vectors = self.vectors()
         for i in cutlass.range_constexpr(len(vectors) - 1):

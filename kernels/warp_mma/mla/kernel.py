@@ -20,14 +20,13 @@ from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Reader
 from hopwell.kernels.sm90.decode.swap_ab import LeafProducts
-from hopwell.kernels.sm90.mla.key_halves import RescaledOutput
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.warp_mma.common.products import WarpProducts
 from hopwell.kernels.warp_mma.decode.config import Sm120MlaConfig
 
 
 @dataclass
-class WarpLatentOperands(RescaledOutput, WarpProducts):
+class WarpLatentOperands(WarpProducts):
     """Operands of single warps, with the interface of LatentLeafOperands."""
 
     @staticmethod
@@ -51,6 +50,10 @@ class WarpLatentOperands(RescaledOutput, WarpProducts):
 
     def output(self) -> ColumnFragment:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
+
+    def rescale(self, softmax) -> None:
+        """Rescale O to the references that the latest step has chosen."""
+        softmax.rescale_output(self.output())
 
 
 WARP_MMA = LeafProducts(WarpLatentOperands, Reader.LANES)
