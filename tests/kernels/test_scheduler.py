@@ -19,7 +19,7 @@ from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.load import sequence
 from hopwell.kernels.parts.load.sequence import Request, load_request
 from hopwell.kernels.parts.partition import tiles as scheduler
-from hopwell.kernels.parts.partition.tiles import AlternatingSchedule, TileSchedule, WorkQueue, WorkTile
+from hopwell.kernels.parts.partition.tiles import AlternatingSchedule, QueryTile, TileSchedule, WorkQueue
 from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.parts.rows.query_rows import request_shape
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
@@ -176,7 +176,7 @@ class Requests:
         ]
 
 
-def place(tile: WorkTile) -> tuple[int, int, int]:
+def place(tile: QueryTile) -> tuple[int, int, int]:
     return host(tile.request.index), host(tile.head), host(tile.first_row)
 
 
@@ -195,7 +195,7 @@ def published(
     class Told(kind):  # type: ignore[misc, valid-type]
         _requests, _count = TileSchedule._requests.__wrapped__, TileSchedule._count.__wrapped__
 
-        def published(self, tile: WorkTile, step: Any) -> None:
+        def published(self, tile: QueryTile, step: Any) -> None:
             warp.note("published", tile, host(step))
 
     with monkeypatch.context() as patches:
@@ -327,8 +327,8 @@ def leaves(kind: type) -> Iterator[str]:
 
 class TestWorkQueue:
     def test_a_slot_holds_a_tile(self) -> None:
-        names = list(leaves(WorkTile))
-        assert len(names) == WorkTile.INTS
+        names = list(leaves(QueryTile))
+        assert len(names) == QueryTile.INTS
         assert [name.split(".")[1] for name in names] == [
             *(field.name for field in fields(Request)),
             "head",
@@ -353,13 +353,13 @@ class TestWorkQueue:
         class Slots:
             def __getitem__(self, place: tuple[None, int]) -> list[int]:
                 calls.append(("read", place[1]))
-                return [100 * place[1] + i for i in range(WorkTile.INTS)]
+                return [100 * place[1] + i for i in range(QueryTile.INTS)]
 
         monkeypatch.setattr(cute.arch, "sync_warp", lambda: calls.append(("sync", 0)))
-        tile = WorkQueue(Slots(), Ring(), WorkTile).read(3)
+        tile = WorkQueue(Slots(), Ring(), QueryTile).read(3)
         flat = [getattr(tile.request, field.name) for field in fields(Request)]
         flat += [tile.head, tile.kv_head, tile.first_row]
         flat += [getattr(tile.keys, field.name) for field in fields(tile.keys)]
-        assert flat == [100 + i for i in range(WorkTile.INTS)]
+        assert flat == [100 + i for i in range(QueryTile.INTS)]
         # The slot is released when all lanes have read it.
         assert calls == [("wait", 3), ("read", 1), ("sync", 0), ("release", 3)]

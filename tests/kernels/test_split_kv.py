@@ -266,7 +266,7 @@ def test_work_tiles_and_partials(
         of_chunk = requests.kv_heads * requests.tiles(index)
         tile, chunks = by_ticket[ticket], span(schedule, index).chunks
         assert (host(tile.chunks), host(tile.tiles_of_chunk)) == (chunks, of_chunk)
-        assert host(tile.head) >= 0, "a tile that seems to be the end"
+        assert host(tile.kind) >= 0, "a tile that seems to be the end"
         if chunks == 1:
             continue
         rows = kv_head * requests.tiles(index) + row_tile

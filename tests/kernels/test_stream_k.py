@@ -45,7 +45,7 @@ from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.core.device import Divisor
 from hopwell.kernels.parts.partition import split_kv as split
 from hopwell.kernels.parts.partition import stream_k as ranges_module
-from hopwell.kernels.parts.partition.split_kv import ScheduleHooks, SplitSchedule, TopkTokens
+from hopwell.kernels.parts.partition.split_kv import PackedTile, ScheduleHooks, SplitSchedule, TopkTokens
 from hopwell.kernels.parts.partition.stream_k import (
     StreamKRanges,
     StreamKSchedule,
@@ -53,7 +53,6 @@ from hopwell.kernels.parts.partition.stream_k import (
     TopkStreamKSchedule,
     wave_and_head_list,
 )
-from hopwell.kernels.parts.partition.tiles import WorkTile
 from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange, TopkMask
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.sm90.decode import leaves as leaves_module
@@ -455,4 +454,4 @@ def test_whoever_combines_finds_the_same_tree(seed: int, state: SimpleNamespace)
 
 
 def test_a_tile_range_is_posted_whole() -> None:
-    assert WorkTile.INTS + len(fields(StreamKTile)) - len(fields(WorkTile)) == StreamKTile.INTS
+    assert PackedTile.INTS + len(fields(StreamKTile)) - len(fields(PackedTile)) == StreamKTile.INTS

@@ -19,7 +19,7 @@ from hopwell.kernels.parts.core.device import device_struct, global_pointer, sha
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles, barrier_count, create_rings
 from hopwell.kernels.parts.load.kv_rows import PageRows
 from hopwell.kernels.parts.load.kv_source import ContiguousBoxes, KvOperand, KvSource, PageBoxes, PageColumnBoxes
-from hopwell.kernels.parts.partition.tiles import WorkQueue, WorkTile
+from hopwell.kernels.parts.partition.tiles import QueryTile, WorkQueue, WorkTile
 from hopwell.kernels.support import FAMILY_BUILDS
 
 DTYPES = {
@@ -53,7 +53,7 @@ class SharedTiles:
 class AttentionKernel:
     """Base kernel with dedicated warps that load tiles of Q, K and V for the multiplying warps."""
 
-    work_tile: type[WorkTile] = WorkTile  # type of the tiles that the scheduler publishes
+    work_tile: type[WorkTile] = QueryTile  # type of the tiles that the scheduler publishes
     work_stages = WORK_STAGES
     staging_bytes = 0  # shared memory per storing warp, for its own use
     p_tiles = 0  # tiles of P in shared memory, with rows of 128 bytes

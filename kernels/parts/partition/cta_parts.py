@@ -29,7 +29,7 @@ from hopwell.kernels.config.splitting import (
 )
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.device import Divisor, device_struct, from_lane, quotient, running_sum, trailing_zeros
-from hopwell.kernels.parts.partition.split_kv import Span, SplitSchedule, SplitTile, TopkTokens
+from hopwell.kernels.parts.partition.split_kv import ATTEND, COMBINE, Span, SplitSchedule, SplitTile, TopkTokens
 
 
 @device_struct
@@ -133,8 +133,8 @@ class CtaPartSchedule(SplitSchedule):
         common = (sequence.index, sequence.q_start, sequence.q_len, sequence.kv_len, sequence.steps)
         return CtaPartSpan(*common, begin, first_cta_part, chunks, own_color), end, next_color
 
-    def _cta_part_tile(self, span: CtaPartSpan, cta_part, size, row_tile, combines, group: Divisor) -> SplitTile:
-        """Return the work tile of a request in a CTA part, without keys if it ``combines``.
+    def _cta_part_tile(self, span: CtaPartSpan, cta_part, size, row_tile, kind, group: Divisor) -> SplitTile:
+        """Return the tile of a request in a CTA part, without keys if its ``kind`` is COMBINE.
 
         A CTA part has at most two partials: the end of one request and the beginning of another. They have different
         colors. The CTA part and the color therefore number a partial in each row tile.
@@ -143,11 +143,11 @@ class CtaPartSchedule(SplitSchedule):
         first_row, request = row_tile * self.tile_m, span.request()
         begin, end = span.begin(chunk, size), span.begin(chunk + 1, size)
         last = cutlass.min(group.divide(first_row + (self.tile_m - 1)), request.q_len - 1)
-        tokens = (end - begin) * self.tile_n * (1 - combines)
+        tokens = (end - begin) * self.tile_n * (COMBINE - kind)
         keys = self._keys_of_tokens(request, group.divide(first_row), last, begin * self.tile_n, tokens)
         partial_id = cta_part * of_chunk + span.color * self._most_of_chunk + row_tile
         numbers = (chunk, span.chunks, partial_id, partial_id - chunk * of_chunk, Int32(0), of_chunk)
-        return SplitTile(request, combines, Int32(0), first_row, keys, *numbers)
+        return SplitTile(request, kind, Int32(0), first_row, keys, *numbers)
 
     @cute.jit
     def publish(self, work_queue) -> None:
@@ -163,7 +163,7 @@ class CtaPartSchedule(SplitSchedule):
         first_place = Int32(cute.arch.block_idx()[0])
         first_of_cta_part = Divisor.of(row_tiles)
         size, step = self._cta_part_size(first_sequence, cta_parts), Int32(0)
-        for combines in cutlass.range(2, unroll=1):
+        for kind in cutlass.range(COMBINE + 1, unroll=1):
             place_in_grid, first, place, color = first_place, Int32(0), Int32(0), Int32(0)
             sequence = first_sequence
             while first < sequences:
@@ -173,12 +173,13 @@ class CtaPartSchedule(SplitSchedule):
                 has_chunk = (span.first_cta_part <= cta_part) & (cta_part < span.first_cta_part + span.chunks)
                 # If numbers of new tokens are uneven, a request with fewer tokens may have no rows in this tile.
                 has_chunk &= row_tile < self._row_tiles(span.q_len)
-                lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk & (span.chunks > combines)))
+                # A request with one chunk has a tile to attend to, and none to combine.
+                lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk & (span.chunks > kind)))
                 while lanes != 0:
                     mine = from_lane(span, trailing_zeros(lanes.to(Int32)))
-                    work_tile = self._cta_part_tile(mine, cta_part, size, row_tile, combines, group)
+                    work_tile = self._cta_part_tile(mine, cta_part, size, row_tile, kind, group)
                     work_queue.post(step, work_tile)
-                    if combines == 0:
+                    if kind == ATTEND:
                         # The hook gets no previous work tile, because no partial has to be announced.
                         self.hooks.posted(step, work_tile, SplitTile.nothing())
                     step += 1

@@ -32,10 +32,22 @@ from hopwell.kernels.parts.partition.tiles import WorkTile, draw_ticket, lane_of
 from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange, TokenPositions
 from hopwell.kernels.problem import MaskKind
 
+ATTEND, COMBINE = 0, 1  # kinds of packed tiles, besides END_OF_WORK
 
-@dataclass
+
+@device_struct
 class PackedTile(WorkTile):
-    """Some keys of one KV head for one tile of packed rows. ``head`` only marks whether there is a tile."""
+    """The work tile of decode: some keys of one KV head for one tile of packed rows."""
+
+    request: Request
+    kind: Int32  # ATTEND; COMBINE if the CTA only combines partials; END_OF_WORK after the last tile
+    kv_head: Int32
+    first_row: Int32  # the first packed row of the tile, within the request
+    keys: TileRange
+
+    @property
+    def exists(self):
+        return self.kind >= 0
 
     def rows(self, group):
         """Return the number of packed rows from ``first_row`` on. The tile holds the rows that fit."""
@@ -46,7 +58,7 @@ class PackedTile(WorkTile):
 class SplitTile(PackedTile):
     """A work tile of split-KV: a chunk of keys.
 
-    With tickets, the tile after the last one has the number of all partials in every field except ``head``. Without
+    With tickets, the tile after the last one has the number of all partials in every field except ``kind``. Without
     tickets, the tiles after the work tiles are this CTA's partials again, because the CTA has to combine their rows.
     """
 
@@ -61,11 +73,8 @@ class SplitTile(PackedTile):
 
     @property
     def is_work_tile(self):
-        """Whether the tile has keys to attend to, or belongs to a request without keys.
-
-        Combine-only tiles are not work tiles.
-        """
-        return self.head == 0
+        """Whether the tile has keys to attend to, or belongs to a request without keys."""
+        return self.kind == ATTEND
 
     def kv_policy(self):
         return EVICT_FIRST
@@ -200,7 +209,7 @@ class SplitSchedule:
         first_partial = partials + place
         fan_in_partial = first_partial + chunk // FAN_IN * FAN_IN * of_chunk
         numbers = (chunk, span.chunks, first_partial + chunk * of_chunk, first_partial, fan_in_partial, of_chunk)
-        return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
+        return SplitTile(request, Int32(ATTEND), kv_head, first_row, keys, *numbers)
 
     def _head(self, place, row_tiles):
         """Return (KV head, first row) of the work tile at ``place`` among the work tiles with the same keys.

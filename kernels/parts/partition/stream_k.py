@@ -28,7 +28,7 @@ from hopwell.kernels.config.splitting import OWN_SHARE, WASTE
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.core.device import Divisor, bit_length, device_struct, from_lane, running_sum, trailing_zeros
-from hopwell.kernels.parts.partition.split_kv import PackedTile, RequestSpan, SplitSchedule, TopkTokens
+from hopwell.kernels.parts.partition.split_kv import ATTEND, PackedTile, RequestSpan, SplitSchedule, TopkTokens
 from hopwell.kernels.parts.partition.tiles import draw_ticket, hand_back_tickets, lane_of
 
 
@@ -154,7 +154,7 @@ class StreamKSchedule(SplitSchedule):
         first = span.first_chunk + span.chunks - end
         keys = self._keys_of_tokens(request, Int32(0), request.q_len - 1, first * tokens, (end - begin) * tokens)
         numbers = (span.chunks, line_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
-        return StreamKTile(request, head, head, first_row, keys, *numbers)
+        return StreamKTile(request, Int32(ATTEND), head, first_row, keys, *numbers)
 
     @cute.jit
     def publish(self, work_queue) -> None:

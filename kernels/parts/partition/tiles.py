@@ -25,12 +25,25 @@ from hopwell.kernels.parts.load.sequence import Request, load_request
 from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange
 
 
-@device_struct
 class WorkTile:
-    """One query tile of one or several heads, as every role needs to know it. All fields are Int32."""
+    """The work that a CTA takes at a time, as every role needs to know it. All fields are Int32."""
 
     INTS: ClassVar[int] = 16
-    HEAD: ClassVar[int] = 8  # index of ``head`` among the Int32 fields
+    END: ClassVar[int] = 8  # index of the field that is END_OF_WORK after the last tile
+
+    @property
+    def exists(self):
+        """Whether this is not the end of the work."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_ints(cls, values: list) -> "WorkTile":
+        return cls(Request(*values[:8]), *values[8:11], TileRange(*values[11:16]), *values[16:])
+
+
+@device_struct
+class QueryTile(WorkTile):
+    """The work tile of prefill: a query tile of one or several heads."""
 
     request: Request
     head: Int32  # the tile's first head; END_OF_WORK after the last tile
@@ -50,10 +63,6 @@ class WorkTile:
     @property
     def exists(self):
         return self.head >= 0
-
-    @classmethod
-    def from_ints(cls, values: list) -> "WorkTile":
-        return cls(Request(*values[:8]), *values[8:11], TileRange(*values[11:16]), *values[16:])
 
 
 END_OF_WORK = -1
@@ -131,7 +140,7 @@ class TileSchedule:
         row = place // head_swizzle
         return q_tiles - 1 - row, (first + place - row * head_swizzle) * self.tile_shape.heads
 
-    def _work_tile(self, request: Request, place) -> WorkTile:
+    def _work_tile(self, request: Request, place) -> QueryTile:
         """Return the tile at a place of the request's list."""
         q_tile, head = self._coordinates(self._q_tiles(request), place)
         first_row = q_tile * self.tile_shape.tokens
@@ -139,7 +148,7 @@ class TileSchedule:
         position = request.first_position
         keys = self.mask.tiles(position + first_row, position + last_row, request, self.tile_n)
         kv_head = head // (Int32(self.geometry.heads) // Int32(self.geometry.kv_heads))
-        return WorkTile(request, head, kv_head, first_row, keys)
+        return QueryTile(request, head, kv_head, first_row, keys)
 
     def _next_ticket(self):
         return Int32(self.geometry.grid) + cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
@@ -200,7 +209,7 @@ class TileSchedule:
         work_queue.post_end(step)
         hand_back_tickets(self.addresses, Int32(self.geometry.grid))
 
-    def published(self, tile: WorkTile, step) -> None:
+    def published(self, tile: QueryTile, step) -> None:
         """Do more work for a tile just posted, in the same warp. The default does nothing."""
 
 
@@ -233,12 +242,12 @@ class WorkQueue:
 
     @cute.jit
     def post_end(self, step, rest=END_OF_WORK) -> None:
-        """Post the end of the work. ``rest`` is the value of all fields except ``head``."""
+        """Post the end of the work. ``rest`` is the value of all fields except END."""
         self.ring.wait_empty(step)
         slot = self.slots[None, self.ring.stage(step)]
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.kind.INTS):  # readers load a whole tile before they check it
-                slot[i] = Int32(END_OF_WORK if i == self.kind.HEAD else rest)
+                slot[i] = Int32(END_OF_WORK if i == self.kind.END else rest)
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
     def read(self, step) -> WorkTile:

@@ -16,7 +16,7 @@ from hopwell.kernels.parts.core.device import load_output_scale, load_scale, sha
 from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
-from hopwell.kernels.parts.partition.tiles import TileSchedule, WorkTile
+from hopwell.kernels.parts.partition.tiles import QueryTile, TileSchedule
 from hopwell.kernels.parts.rows.mask import mask_type
 from hopwell.kernels.parts.rows.padding import fill_padding
 from hopwell.kernels.parts.rows.score import ScoreMap
@@ -182,7 +182,7 @@ class LoadingSchedule(TileSchedule):
     tiles: Any
     ring: Any
 
-    def published(self, tile: WorkTile, step) -> None:
+    def published(self, tile: QueryTile, step) -> None:
         row = tile.request.q_start + tile.first_row
         for index in range(Q_TILES):
             first = row + index * Q_TILE_ROWS

@@ -12,7 +12,7 @@ from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles
-from hopwell.kernels.parts.partition.tiles import WorkTile
+from hopwell.kernels.parts.partition.tiles import QueryTile
 from hopwell.kernels.parts.rows.epilogue import RowResults, output_rows
 from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow, TileRange
 from hopwell.kernels.parts.rows.query_rows import QueryRows, request_shape
@@ -35,27 +35,27 @@ class PrefillRows:
     addresses: Addresses
     geometry: Geometry
 
-    def logit_row(self, tile: WorkTile, warp_row) -> LogitRow:
+    def logit_row(self, tile: QueryTile, warp_row) -> LogitRow:
         """Return the rows that a lane holds, of the rows from ``warp_row`` of the tile on."""
         first = tile.request.first_position + tile.first_row + RowFragment.first_row()
         rows = self._rows(tile, warp_row)
         positions = tuple(first + rows.token(RowFragment.row_offset(r), r) for r in range(RowFragment.rows))
         return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
 
-    def _rows(self, tile: WorkTile, warp_row) -> QueryRows:
+    def _rows(self, tile: QueryTile, warp_row) -> QueryRows:
         if self.kernel.config.packs_heads:
             # This hides from the compiler that a warp's row never changes. It would keep values derived from the row in
             # registers that the steps need.
             warp_row = cute.arch.make_warp_uniform(warp_row)
         return QueryRows(warp_row, request_shape(self.tile_shape, tile.request.q_len))
 
-    def own_keys(self, tile: WorkTile, row) -> TileRange:
+    def own_keys(self, tile: QueryTile, row) -> TileRange:
         """Return the keys of the tile that a warpgroup's rows see; ``row`` is the first of these rows in the tile."""
         packed = self.kernel.config.packs_heads
         return self._keys_of_heads(tile, row) if packed else self._keys_of_rows(tile, row)
 
     @cute.jit
-    def _keys_of_heads(self, tile: WorkTile, row) -> TileRange:
+    def _keys_of_heads(self, tile: QueryTile, row) -> TileRange:
         """Return the keys that a warpgroup's rows from ``row`` on see under packed GQA. The warpgroup has rows of all
         of the tile's tokens, or none."""
         keys, shape = replace(tile.keys), request_shape(self.tile_shape, tile.request.q_len)
@@ -63,7 +63,7 @@ class PrefillRows:
         return keys
 
     @cute.jit
-    def _keys_of_rows(self, tile: WorkTile, row) -> TileRange:
+    def _keys_of_rows(self, tile: QueryTile, row) -> TileRange:
         """Return the keys that a warpgroup's rows from ``row`` on see in a tile of one head."""
         request, first = tile.request, tile.first_row + row
         last = cutlass.min(first + WARPGROUP_ROWS, request.q_len) - 1
@@ -74,7 +74,7 @@ class PrefillRows:
         return keys
 
     @cute.jit
-    def store(self, operands, tile: WorkTile, work, warp_row, column_half):
+    def store(self, operands, tile: QueryTile, work, warp_row, column_half):
         """Normalise this warp's rows; write them and their log-sum-exp."""
         config, output, rows = self.kernel.config, operands.output(), self._rows(tile, warp_row)
         addresses, geometry = self.addresses, self.geometry

@@ -21,7 +21,7 @@ from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, multiply_e4m3, plac
 from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.dequant.eight_bit import adjacent, dequantized
 from hopwell.kernels.parts.load.block_scales import TOKENS, ScaleRows
-from hopwell.kernels.parts.partition.tiles import WorkTile
+from hopwell.kernels.parts.partition.tiles import QueryTile
 from hopwell.kernels.sm90.common.dequant import EVEN_BYTES, ODD_BYTES
 from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
 from hopwell.kernels.warp_mma.common.operands import WarpOperands, WideElements
@@ -171,7 +171,7 @@ class Nvfp4Elements(NarrowElements):
             kernel,
             k_scales=k_scales,
             v_scales=v_scales,
-            tile=cute.make_rmem_tensor(WorkTile.INTS + 1, Int32),
+            tile=cute.make_rmem_tensor(QueryTile.INTS + 1, Int32),
             k_pages=cute.make_rmem_tensor(rows, Int32),
             v_pages=cute.make_rmem_tensor(rows, Int32),
             k_words=cute.make_rmem_tensor(rows * (k_scales.blocks // TOKENS), Uint32),
@@ -187,23 +187,23 @@ class Nvfp4Elements(NarrowElements):
         self._look_up(self.k_scales, self.k_pages, n)
         self._read(self.k_scales, self.k_pages, self.k_words, n)
         self._look_up(self.k_scales, self.k_pages, n - 1)
-        self.tile[WorkTile.INTS] = n
+        self.tile[QueryTile.INTS] = n
         cute.arch.sync_warp()  # lanes whose keys are not needed have run ahead
 
     def after_qk(self) -> None:
-        n = self.tile[WorkTile.INTS]
+        n = self.tile[QueryTile.INTS]
         self._look_up(self.v_scales, self.v_pages, n)
         self._read(self.k_scales, self.k_pages, self.k_words, n - 1)
         self._look_up(self.k_scales, self.k_pages, n - 2)
-        self.tile[WorkTile.INTS] = n - 1
+        self.tile[QueryTile.INTS] = n - 1
         cute.arch.sync_warp()
 
     def after_rounding(self) -> None:
-        self._read(self.v_scales, self.v_pages, self.v_words, self.tile[WorkTile.INTS] + 1)
+        self._read(self.v_scales, self.v_pages, self.v_words, self.tile[QueryTile.INTS] + 1)
         cute.arch.sync_warp()
 
-    def _work_tile(self) -> WorkTile:
-        return WorkTile.from_ints([self.tile[i] for i in range(WorkTile.INTS)])
+    def _work_tile(self) -> QueryTile:
+        return QueryTile.from_ints([self.tile[i] for i in range(QueryTile.INTS)])
 
     def _keys_of_lane(self, n) -> list:
         first = n * self.kernel.tile.n + cute.arch.lane_idx()
