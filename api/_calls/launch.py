@@ -31,7 +31,7 @@ from hopwell._calls.repeat import (
 )
 from hopwell._checks import device_data
 from hopwell.kernels import Plan
-from hopwell.kernels.launch.arguments import OPERANDS, addresses_of
+from hopwell.kernels.launch.arguments import addresses_of
 from hopwell.kernels.launch.device_data import rules_of
 from hopwell.kernels.launch.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
@@ -159,7 +159,7 @@ class Calls:
             checked = CheckedCall(
                 arguments=arguments,
                 written=(*output_parts(call.out)[:2], getattr(call, "lse", None), call.workspace_buffer),
-                operands=dict(zip(OPERANDS, views, strict=False)),
+                operands=views,
                 addresses=addresses_of(views),
                 function=plan.function,
                 anchor=plan.anchor,

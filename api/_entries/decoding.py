@@ -161,7 +161,7 @@ def decode_operands(q_offsets: str, *, latent: bool = False) -> OperandMap:
             "key": cache[0],
             "value": cache[::-1],
             "q_offsets": q_offsets,
-            "k_offsets": "causal_seqlens_kv_global",  # see launch.Addresses
+            "dcp_kv_lens": "causal_seqlens_kv_global",
             "kv_lens": "seq_lens",
             "key_table": "block_tables",
             "value_table": "block_tables",

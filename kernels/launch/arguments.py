@@ -7,14 +7,14 @@ ready-made FFI array.
 """
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 
 class Addresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent.
+    """Device addresses in bytes; 0 means absent. Decode kernels get ``DecodeAddresses``, which differ in one place.
 
     The lowest bit of an address of indices or sinks gives the width of the elements, see :func:`address_of`.
     """
@@ -25,7 +25,7 @@ class Addresses(NamedTuple):
     out: int
     q_offsets: int = 0  # the start of each request in query; B + 1 entries if q_lens is absent
     o_offsets: int = 0  # 0: equal to q_offsets
-    k_offsets: int = 0  # for a DCP rank: the keys of each request on all ranks, because there is no contiguous K
+    k_offsets: int = 0
     v_offsets: int = 0
     q_lens: int = 0
     kv_lens: int = 0  # 0: differences of k_offsets
@@ -49,15 +49,21 @@ def named_tuple(name: str, *fields: str) -> Any:
     return namedtuple(name, fields)
 
 
-# Tensors of a kernel, in the order of their addresses.
-Operands = named_tuple("Operands", *Addresses._fields[:-1])
+def _of_decode(names: Sequence[str]) -> list[str]:
+    """Return the names of decode's addresses, given the names of prefill's.
 
-# Arguments of kernels with block scales. Other kernels do not get them: one more address or size makes kernels of
-# sm_100a spill, which have no block scales. OPERANDS names all tensors, in order.
+    Decode has no contiguous K, so the place of its offsets holds the keys of each request on all DCP ranks.
+    """
+    return ["dcp_kv_lens" if name == "k_offsets" else name for name in names]
+
+
+# The tensors of prefill, in the order of their addresses, and the addresses of each kind of kernel. Only kernels with
+# block scales get the addresses of SCALES. One more address or size makes kernels of sm_100a spill.
 SCALES = ("key_scales", "value_scales", "out_scales")  # of K, of V and of the output
-OPERANDS = (*Operands._fields, *SCALES)
-ScaledOperands = named_tuple("ScaledOperands", *OPERANDS)
+OPERANDS = (*Addresses._fields[:-1], *SCALES)
 ScaledAddresses = named_tuple("ScaledAddresses", *OPERANDS, "tickets")
+DecodeAddresses = named_tuple("DecodeAddresses", *_of_decode(Addresses._fields))
+ScaledDecodeAddresses = named_tuple("ScaledDecodeAddresses", *_of_decode(ScaledAddresses._fields))
 
 DIVISOR_BITS = 8  # bits of a page divisor that hold the shift
 
@@ -86,9 +92,9 @@ def address_of(name: str, view: torch.Tensor | None) -> int:
     return view.data_ptr() | int(is_other)
 
 
-def addresses_of(views: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the addresses of the first operands."""
-    return [address_of(name, view) for name, view in zip(OPERANDS, views, strict=False)]
+def addresses_of(views: Mapping[str, torch.Tensor | None]) -> list[int]:
+    """Return the addresses of operands, given by name."""
+    return [address_of(name, view) for name, view in views.items()]
 
 
 class DecodeGeometry(NamedTuple):

@@ -19,7 +19,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 @dataclass(frozen=True)
 class Fault:
-    """An element with an invalid value. ``operand`` is its name in launch.Addresses."""
+    """An element with an invalid value. ``operand`` is its name in ``plan.operands``."""
 
     operand: str
     index: tuple[int, ...]
@@ -248,8 +248,8 @@ def _pages(p: AttentionProblem, operand: str, table: torch.Tensor, pages: int, q
 def _dcp_rank(dcp_rank: DcpRank, queries: Extent, keys: Extent) -> Iterator[Rule]:
     """Yield the rules of a DCP rank, which holds every ``count``-th key of a request, from key ``index`` on."""
     everywhere = signed(dcp_rank.kv_lens)
-    yield Rule("k_offsets", everywhere, everywhere < 0, _always("0 or more"), is_defined=True)
-    yield Rule("k_offsets", everywhere, everywhere > INT32_MAX, _always(f"at most {INT32_MAX}"), is_defined=True)
+    yield Rule("dcp_kv_lens", everywhere, everywhere < 0, _always("0 or more"), is_defined=True)
+    yield Rule("dcp_kv_lens", everywhere, everywhere > INT32_MAX, _always(f"at most {INT32_MAX}"), is_defined=True)
     here = (everywhere.clamp(min=0) - dcp_rank.rank + dcp_rank.world - 1) // dcp_rank.world
 
     def text(index: tuple[int, ...]) -> str:

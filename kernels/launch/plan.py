@@ -7,7 +7,7 @@ import contextvars
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,11 @@ import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would b
 
 from hopwell.kernels import registry, support
 from hopwell.kernels.jit import toolchain
-from hopwell.kernels.launch.arguments import OPERANDS, Operands, ScaledOperands, addresses_of
+from hopwell.kernels.launch.arguments import addresses_of
 from hopwell.kernels.launch.device_data import first_fault, rules_of
 from hopwell.kernels.launch.geometry import host_value, topk_page_table
 from hopwell.kernels.launch.tickets import tickets
-from hopwell.kernels.problem import AttentionProblem, LseLayout, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, TokenOffsets
 from hopwell.kernels.registry import Buildable
 
 if TYPE_CHECKING:
@@ -105,13 +105,12 @@ class Plan:
         return out
 
     @contextlib.contextmanager
-    def _emulated_memory(self, views: Sequence[torch.Tensor | None], name: Callable[[str], str]) -> Iterator[None]:
+    def _emulated_memory(self, views: Mapping[str, torch.Tensor | None], name: Callable[[str], str]) -> Iterator[None]:
         """Tell the emulator which memory a launch may reach."""
         from hopwell.emulator import EmulatorError, Span
 
         counters, size = self.tickets.address(), self.tickets.bytes
-        roles = ((operand, "out" if operand in RESULTS else "in") for operand in OPERANDS)
-        operands = [(name(operand), role, view) for (operand, role), view in zip(roles, views, strict=False)]
+        operands = [(name(one), "out" if one in RESULTS else "in", view) for one, view in views.items()]
         try:
             with emulated_memory(operands, [Span("tickets", counters, size)]):
                 yield
@@ -164,9 +163,8 @@ def execute(problem: AttentionProblem) -> torch.Tensor:
     return Plan(problem).execute(problem)
 
 
-def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors whose addresses a kernel gets: ``launch.ScaledOperands``, or ``launch.Operands`` where the
-    kernel has no scales of blocks."""
+def operands(problem: AttentionProblem, out: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """Return the tensors whose addresses a kernel gets, by name and in the order of its addresses."""
     table, lse = problem.page_table or topk_page_table(problem), problem.lse
 
     def start(offsets: TokenOffsets | None) -> torch.Tensor | None:
@@ -175,6 +173,9 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
     def on_device(scale: float | torch.Tensor) -> torch.Tensor | None:
         return scale if isinstance(scale, torch.Tensor) else None
 
+    keys = dict(dcp_kv_lens=None if problem.dcp_rank is None else problem.dcp_rank.kv_lens)
+    if problem.family is Family.PREFILL:
+        keys = dict(k_offsets=start(problem.k_offsets))
     named = dict(
         query=problem.query,
         key=problem.key,
@@ -182,7 +183,7 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         out=out,
         q_offsets=start(problem.q_offsets),
         o_offsets=start(problem.o_offsets),
-        k_offsets=start(problem.k_offsets) if problem.dcp_rank is None else problem.dcp_rank.kv_lens,
+        **keys,
         v_offsets=start(problem.v_offsets),
         q_lens=problem.q_lens,
         kv_lens=problem.kv_lens,
@@ -201,9 +202,8 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
     )
     kv, out_scales = problem.kv_scales, problem.out_scales
     if kv is None and out_scales is None:
-        return Operands(**named)
-    return ScaledOperands(
-        **named,
+        return named
+    return named | dict(
         key_scales=None if kv is None else kv.key,
         value_scales=None if kv is None else kv.value,
         out_scales=None if out_scales is None else out_scales.tensor,

@@ -17,7 +17,7 @@ from hopwell._entries import cudnn as cudnn_entry
 from hopwell._entries import fmha_v2 as fmha_v2_entry
 from hopwell._entries import mla as mla_entry
 from hopwell._entries import xqa as xqa_entry
-from hopwell.kernels.launch.arguments import OPERANDS
+from hopwell.kernels.launch.arguments import OPERANDS, DecodeAddresses
 
 RECORDS: list[tuple[Callable[..., Any], type, set[str], set[str]]] = [  # what parameters, and what fields, are besides
     (prefill.trtllm_batch_context_with_kv_cache, context_entry.ContextCall, set(), {"query_dtype"}),
@@ -60,7 +60,7 @@ PLACES = (prefill._CONTEXT, prefill._FMHA_V2, cudnn._CUDNN, decode._XQA, decode.
 @pytest.mark.parametrize("calls", PLACES, ids=("context", "fmha_v2", "cudnn", "xqa", "trtllm", "mla"))
 def test_operands_lie_in_arguments(calls: Any) -> None:
     for operand, names in calls.operand_map.operands.items():
-        assert operand in OPERANDS
+        assert operand in {*OPERANDS, *DecodeAddresses._fields}
         assert set([names] if isinstance(names, str) else names) <= set(calls.operand_map.tensors)
 
 

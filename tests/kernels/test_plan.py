@@ -11,10 +11,19 @@ import pytest
 import torch
 from helpers.cases.kernel_problems import cache, contiguous, empty, paged
 
+from hopwell.kernels.capability import samples
 from hopwell.kernels.config.prefill import TILES
 from hopwell.kernels.launch import geometry as geometry_module
 from hopwell.kernels.launch import plan
-from hopwell.kernels.launch.arguments import OPERANDS, Addresses, Geometry, ScaledAddresses, ScaledGeometry
+from hopwell.kernels.launch.arguments import (
+    OPERANDS,
+    Addresses,
+    DecodeAddresses,
+    Geometry,
+    ScaledAddresses,
+    ScaledDecodeAddresses,
+    ScaledGeometry,
+)
 from hopwell.kernels.launch.geometry import prefill_geometry as geometry
 from hopwell.kernels.launch.plan import Plan, host_scales, operands
 from hopwell.kernels.masks import WIDEST
@@ -85,7 +94,8 @@ class TestOperands:
         assert problem.out is not None
         found = operands(problem, problem.out)
         assert set(tensors) == set(OPERANDS)
-        for name, tensor in zip(OPERANDS, found, strict=True):
+        assert tuple(found) == OPERANDS
+        for name, tensor in found.items():
             assert tensor is tensors[name], name
         places = {"out": 3, "kv_lens": 9, "sinks": 14, "lse": 15, "statistics": 17, "scratch": 21, "key_scales": 22}
         assert {name: OPERANDS.index(name) for name in places} == places
@@ -94,13 +104,24 @@ class TestOperands:
     def test_kernels_without_block_scales_have_no_place_for_them(self) -> None:
         problem, _ = everything()
         found = operands(replace(problem, kv_scales=None, out_scales=None), problem.out)
-        assert len(found) == len(Addresses._fields) - 1
-        assert OPERANDS[: len(found)] == Addresses._fields[:-1]
+        assert tuple(found) == Addresses._fields[:-1]
+
+    @pytest.mark.parametrize("probe", [samples.decode, samples.mla])
+    def test_decode_has_lengths_of_all_dcp_ranks_where_prefill_has_offsets_of_keys(self, probe: Any) -> None:
+        problem = probe(mask=MaskKind.CYCLIC)
+        found = operands(problem, None)
+        assert (*found, "tickets") == DecodeAddresses._fields
+        assert found["dcp_kv_lens"] is problem.dcp_rank.kv_lens
+        assert operands(probe(), None)["dcp_kv_lens"] is None
+        changed = {of: to for of, to in zip(Addresses._fields, DecodeAddresses._fields, strict=True) if of != to}
+        assert changed == {"k_offsets": "dcp_kv_lens"}
+        scaled = operands(samples.decode(kv=torch.uint8), None)
+        assert (*scaled, "tickets") == ScaledDecodeAddresses._fields
 
     def test_absent_tensors(self) -> None:
         key, value = (empty(40, 2, 128).transpose(0, 1)[None] for _ in range(2))
         problem = contiguous(key, value)
-        found = dict(zip(Addresses._fields, operands(problem, None), strict=False))
+        found = operands(problem, None)
         there = {"query", "key", "value", "q_offsets", "k_offsets", "kv_lens"}
         assert {name for name, tensor in found.items() if tensor is not None} == there
 

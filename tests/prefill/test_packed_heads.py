@@ -90,7 +90,7 @@ def test_graph_with_other_lengths(page_size: int | None) -> None:
     with torch.cuda.graph(graph):
         execute(captured)
     for problem, want in zip((first, second), expected, strict=True):
-        for mine, other in zip(operands(captured, None), operands(problem, None), strict=True):
+        for mine, other in zip(operands(captured, None).values(), operands(problem, None).values(), strict=True):
             if mine is not None:
                 mine.copy_(other)
         graph.replay()

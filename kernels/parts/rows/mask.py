@@ -7,13 +7,13 @@ interval is a subclass of ``IntervalMask`` with its own predicate, see ``MASK_TY
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr
 
-from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.launch.arguments import DecodeGeometry
 from hopwell.kernels.masks import MaskEnum, MaskKind
 from hopwell.kernels.parts.core.device import device_struct, global_array, load_index
 from hopwell.kernels.parts.load.sequence import Request
@@ -59,12 +59,12 @@ class TokenPositions:
     dcp_world: Int32
 
     @staticmethod
-    def of_request(kind: MaskKind, request: Request, a: Addresses, g: DecodeGeometry) -> "TokenPositions":
-        """Return the positions of decode's rows."""
+    def of_request(kind: MaskKind, request: Request, a: Any, g: DecodeGeometry) -> "TokenPositions":
+        """Return the positions of decode's rows; ``a`` are DecodeAddresses."""
         first = request.first_position
         if const_expr(kind is MaskKind.CYCLIC):
             # An invalid negative length would wrap around in differences.
-            first = cutlass.max(load_index(a.k_offsets, request.index), 0) - request.q_len - Int32(g.dcp_rank)
+            first = cutlass.max(load_index(a.dcp_kv_lens, request.index), 0) - request.q_len - Int32(g.dcp_rank)
         return TokenPositions(kind, first, Int32(g.dcp_world))
 
     def of(self, token):

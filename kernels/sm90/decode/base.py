@@ -11,7 +11,13 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
-from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry, ScaledAddresses, ScaledDecodeGeometry
+from hopwell.kernels.launch.arguments import (
+    Addresses,
+    DecodeAddresses,
+    DecodeGeometry,
+    ScaledDecodeAddresses,
+    ScaledDecodeGeometry,
+)
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.core.kernel import AttentionKernel
@@ -51,7 +57,7 @@ class DecodeKernel(AttentionKernel):
     def __call__(
         self,
         anchor: cute.Tensor,
-        addresses,  # Addresses or ScaledAddresses
+        addresses,  # DecodeAddresses or ScaledDecodeAddresses
         geometry,  # a DecodeGeometry or a ScaledDecodeGeometry
         softmax_scale: Float32,
         output_scale: Float32,
@@ -198,4 +204,6 @@ class DecodeKernel(AttentionKernel):
 
 def argument_types(config: DecodeConfig) -> tuple[Any, Any]:
     """Return the types of a kernel's addresses and geometry."""
-    return (ScaledAddresses, ScaledDecodeGeometry) if config.has_block_scales else (Addresses, DecodeGeometry)
+    if config.has_block_scales:
+        return ScaledDecodeAddresses, ScaledDecodeGeometry
+    return DecodeAddresses, DecodeGeometry

@@ -37,7 +37,7 @@ from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import ROWS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
-from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.launch.arguments import DecodeAddresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import (
@@ -316,4 +316,4 @@ class Fp8MlaAttend(SharedSteps):
 def build(config: MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
     kernel = MlaSm90(config, Fp8MlaAttend, Reader.BOTH)
-    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)
+    return kernel, example_arguments((DecodeAddresses, DecodeGeometry), floats=3)

@@ -12,7 +12,7 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPS
-from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.launch.arguments import Addresses, DecodeAddresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
@@ -366,4 +366,4 @@ class MlaAttend(SharedSteps):
 def build(config: MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
     kernel = MlaSm90(config, MlaAttend, Reader.TENSOR_CORES)
-    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)
+    return kernel, example_arguments((DecodeAddresses, DecodeGeometry), floats=3)

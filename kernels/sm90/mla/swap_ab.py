@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import node_bytes
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
-from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.launch.arguments import Addresses, DecodeAddresses, DecodeGeometry
 from hopwell.kernels.parts.combine.tree import Node, Tree
 from hopwell.kernels.parts.core.device import device_struct, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
@@ -311,4 +311,4 @@ WGMMA = LeafProducts(LatentLeafOperands, Reader.TENSOR_CORES)
 
 def build(config: MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return SwapABMlaSm90(config, WGMMA), example_arguments((Addresses, DecodeGeometry), floats=3)
+    return SwapABMlaSm90(config, WGMMA), example_arguments((DecodeAddresses, DecodeGeometry), floats=3)

@@ -14,7 +14,7 @@ from cutlass import Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config.mla import MlaConfig
-from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.launch.arguments import DecodeAddresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import device_struct, fma, prmt, shared_address, shared_array, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
@@ -130,4 +130,4 @@ FP8 = LeafProducts(Fp8LatentOperands, Reader.BOTH, TileColumnSoftmax, ColumnPair
 
 def build(config: MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return SwapABMlaSm90(config, FP8), example_arguments((Addresses, DecodeGeometry), floats=3)
+    return SwapABMlaSm90(config, FP8), example_arguments((DecodeAddresses, DecodeGeometry), floats=3)

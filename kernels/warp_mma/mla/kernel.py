@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.launch.arguments import DecodeAddresses, DecodeGeometry
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Reader
@@ -61,4 +61,4 @@ WARP_MMA = LeafProducts(WarpLatentOperands, Reader.LANES)
 
 def build(config: Sm120MlaConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return SwapABMlaSm90(config, WARP_MMA), example_arguments((Addresses, DecodeGeometry), floats=3)
+    return SwapABMlaSm90(config, WARP_MMA), example_arguments((DecodeAddresses, DecodeGeometry), floats=3)
