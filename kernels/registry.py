@@ -143,7 +143,7 @@ def _prefill(kind: type[PrefillConfig], build: Build) -> Implementation:
     )
 
 
-def _decode(kind: type[DecodeConfig], build: Build) -> Implementation:
+def _decode(kind: type[DecodeConfig] | type[MlaConfig], build: Build) -> Implementation:
     """Return the implementation of decode, or of MLA decode, whose configs are of ``kind``."""
     resolve: Callable[..., Buildable] = resolve_decode
     shipped: Callable[..., Iterator[Buildable]] = shipped_decode_configs

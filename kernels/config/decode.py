@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -97,8 +97,42 @@ _NVFP4_TILES = {
 }
 
 
+class SplitKeys:
+    """Facts that decode and MLA configs share: their kernels split the keys of a request among CTAs.
+
+    Attributes:
+        tiled: whether all numbers of rows are cut into tiles of few rows.
+    """
+
+    tiled: ClassVar[bool] = False
+
+    @property
+    def leaf_tokens(self: Any) -> int:
+        """Keys of a leaf, in kernels with a tree."""
+        return LEAF_TILE * self.leaf_tiles
+
+    @property
+    def reads_kv_once(self) -> bool:
+        return True
+
+    def slots(self: Any, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
+        """Return the slots for partials, or for nodes of the tree, of a launch on ``sms`` SMs.
+
+        A request has up to ``rows`` packed rows, in ``row_tiles`` tiles for each KV head, and ``capacity`` keys.
+        """
+        columns = self.head_dim_v
+        if self.has_tree:
+            return node_slots(self.rows, kv_heads * row_tiles, columns, sms * self.ctas_per_sm, self.splitting_bytes)
+        latent = self.family is Family.MLA
+        return slot_count(max(rows, 1), kv_heads, columns, capacity, sms, latent, self.has_cta_parts)
+
+    def counter_ints(self: Any, slots: int) -> int:
+        """Return the int32 counters of a launch with ``slots``. The kernel finds them zero and leaves them zero."""
+        return tree_counter_ints(slots) if self.has_tree else counter_ints(slots)
+
+
 @dataclass(frozen=True)
-class DecodeConfig(KernelConfig):
+class DecodeConfig(SplitKeys, KernelConfig):
     """Config of a decode kernel.
 
     Attributes:
@@ -114,7 +148,6 @@ class DecodeConfig(KernelConfig):
 
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = NARROW_HEAD_DIMS
-    tiled: ClassVar[bool] = False  # whether all numbers of rows are cut into tiles of few rows
 
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS
@@ -189,34 +222,13 @@ class DecodeConfig(KernelConfig):
 
     @property
     def chunk_tokens(self) -> int:
-        """Keys of a chunk, unless requests are very long; with a tree, keys of a leaf."""
-        if self.has_tree:
-            return LEAF_TILE * self.leaf_tiles
+        """Keys of a chunk, unless requests are very long, in kernels without a tree."""
         return chunk_tokens(self.head_dim_v, element_bytes=self.splitting_bytes)
 
     @property
     def halves_chunks(self) -> bool:
         """Whether requests of medium length have chunks of half of :attr:`chunk_tokens`."""
         return True
-
-    @property
-    def reads_kv_once(self) -> bool:
-        return True
-
-    def slots(self, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
-        """Return the slots for partials, or for nodes of the tree, of a launch on ``sms`` SMs.
-
-        A request has up to ``rows`` packed rows, in ``row_tiles`` tiles for each KV head, and ``capacity`` keys.
-        """
-        columns = self.head_dim_v
-        if self.has_tree:
-            return node_slots(self.rows, kv_heads * row_tiles, columns, sms * self.ctas_per_sm, self.splitting_bytes)
-        latent = self.family is Family.MLA
-        return slot_count(max(rows, 1), kv_heads, columns, capacity, sms, latent, self.has_cta_parts)
-
-    def counter_ints(self, slots: int) -> int:
-        """Return the int32 counters of a launch with ``slots``. The kernel finds them zero and leaves them zero."""
-        return tree_counter_ints(slots) if self.has_tree else counter_ints(slots)
 
     @classmethod
     def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:

@@ -14,6 +14,7 @@ from hopwell.kernels.config.base import (
     DTYPES,
     E4M3_DTYPES,
     QUERY_DTYPES,
+    KernelConfig,
     KvFetch,
     KvType,
     Tile,
@@ -22,11 +23,10 @@ from hopwell.kernels.config.base import (
     paged_fetches,
     require_dtypes,
 )
-from hopwell.kernels.config.decode import DecodeConfig, require_seen
+from hopwell.kernels.config.decode import SplitKeys, require_seen
 from hopwell.kernels.config.layout import MlaLayout, OperandLayout
 from hopwell.kernels.config.splitting import (
     LATENT_LEAF_TILES,
-    LATENT_LEAF_TOKENS,
     LATENT_REGISTER_LEVELS,
     LATENT_SWAP_AB_ROWS,
     LEAF_TILE,
@@ -72,15 +72,19 @@ QUERIES = dict.fromkeys(KvType, DTYPES) | {KvType.FP8_DS_MLA: {torch.bfloat16: "
 
 
 @dataclass(frozen=True)
-class MlaConfig(DecodeConfig):
+class MlaConfig(SplitKeys, KernelConfig):
     """Config of an MLA decode kernel. The first ``head_dim_v`` columns of a key are its value.
 
     Attributes:
+        kv_type: element type of keys in memory.
+        rows: packed rows of a tile.
         batch_invariant: whether each request is split by its own length only. Otherwise kernels with this tile height
             cut the keys of all requests into equal CTA parts. Kernels of few rows have trees, which are batch
             invariant. :func:`_has_cta_parts` chooses for a problem.
     """
 
+    kv_type: KvType = KvType.WIDE
+    rows: int = ROWS
     batch_invariant: bool = False
 
     family: ClassVar[Family] = Family.MLA
@@ -92,6 +96,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def has_tree(self) -> bool:
+        """Whether leaves of keys are combined as a binary tree (stream-K), see ``sm90/mla/swap_ab.py``."""
         return self.rows == LATENT_SWAP_AB_ROWS
 
     @property
@@ -103,26 +108,18 @@ class MlaConfig(DecodeConfig):
         return _TOPK_TILE if self.sparse or self.kv_type is not KvType.WIDE else _TILE
 
     @property
-    def dequantizes_in_place(self) -> bool:
-        """Whether a warpgroup only dequantizes: never, because producer warps dequantize the rows that they copy."""
-        return False
-
-    @property
-    def dequantizes_in_registers(self) -> bool:
-        """Whether the consumer warps dequantize: never, because producer warps dequantize the rows that they copy."""
-        return False
-
-    @property
     def splitting_bytes(self) -> int:
         """Bytes by which keys are split: 8-bit keys are split like 16-bit keys, so that results have the same bits."""
         return HALFWORD_BYTES
 
     @property
     def has_cta_parts(self) -> bool:
+        """Whether CTAs take equal parts of the keys of all requests, so that results depend on the batch."""
         return not (self.has_tree or self.batch_invariant)
 
     @classmethod
     def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+        """Return the bytes of scratch for any kernel of this class, see :func:`splitting.scratch_bytes`."""
         # Kernels with CTA parts and batch-invariant ones need different amounts; the batch selects one of them.
         ways = (False,) if settings.BATCH_INVARIANT.is_on else (False, True)
         sizes = (rows, kv_heads, columns, capacity, sms, True, cls.tiled)
@@ -150,6 +147,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def smem_levels(self) -> int:
+        """Number of levels of the tree that a CTA keeps: in registers."""
         return LATENT_REGISTER_LEVELS
 
     @property
@@ -158,13 +156,12 @@ class MlaConfig(DecodeConfig):
 
     @property
     def chunk_tokens(self) -> int:
-        if self.has_tree:
-            return LATENT_LEAF_TOKENS
+        """Keys of a chunk, unless requests are very long, in batch-invariant kernels without a tree."""
         return TOPK_CHUNK_TOKENS if self.sparse else chunk_tokens(self.head_dim_v, latent=True)
 
     @property
-    def halves_chunks(self) -> bool:
-        return False
+    def registers(self) -> tuple[int, ...]:
+        return (*super().registers, *[self.tile.combine_registers] * self.has_combine_role)
 
     @property
     def combine_loads(self) -> tuple[tuple[int, int], ...]:

@@ -6,6 +6,7 @@ import torch
 
 from hopwell.kernels.config.base import TileShape, page_and_head_stride
 from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.prefill import PrefillConfig, packed_shape
 from hopwell.kernels.config.splitting import cta_parts, gmem_levels, most_new_tokens, slot_rows
 from hopwell.kernels.launch.arguments import (
@@ -93,7 +94,7 @@ def head_swizzle_heads(heads: int, kv_heads: int, ctas: int) -> int:
     return together * (heads // kv_heads)
 
 
-def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[int, ...]:
+def decode_geometry(problem: AttentionProblem, config: DecodeConfig | MlaConfig) -> tuple[int, ...]:
     """Return the run-time sizes and strides of a decode problem with at least ``splitting.scratch_bytes`` of
     scratch."""
     query, lse = problem.query, problem.lse
@@ -122,7 +123,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
         cta_parts=cta_parts(max(row_tiles, 1), grid),
-        gmem_levels=gmem_levels(config.chunk_tokens, capacity, config.smem_levels),
+        gmem_levels=gmem_levels(config.leaf_tokens, capacity, config.smem_levels) if config.has_tree else 0,
         dcp_world=1 if problem.dcp_rank is None else problem.dcp_rank.world,
         dcp_rank=0 if problem.dcp_rank is None else problem.dcp_rank.rank,
         capacity=_capacity(problem),

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from helpers.cases.decode import Case, check_config, fewest_rows
+from helpers.cases.decode import Case, check_config, cut_tokens, fewest_rows
 from helpers.device.sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config.base import KvFetch
@@ -25,7 +25,7 @@ def small_case(config: DecodeConfig) -> None:
 
     Drafts fill one tile of rows, or two tiles.
     """
-    chunk, group = config.chunk_tokens, min(fewest_rows(config) + 4, config.rows)
+    chunk, group = cut_tokens(config), min(fewest_rows(config) + 4, config.rows)
     case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group, kv_heads=2, window=chunk + 3)
     if config.mask is MaskKind.DRAFT:
         most, group = (8, config.rows // 8) if config.rows < ROWS else (33, 3)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.cases.decode import HEAD_DIMS, Case, batch_of, check_config, config_for, fewest_rows, mask_of
+from helpers.cases.decode import HEAD_DIMS, Case, batch_of, check_config, config_for, cut_tokens, fewest_rows, mask_of
 from helpers.covering.configs import COVERING_DECODE
 from helpers.device.schedules import schedules, setting
 
@@ -77,7 +77,7 @@ def drafts(chunk: int, most: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("config", "page_size"), [*cases()])
 def test_decode(config: DecodeConfig, page_size: int) -> None:
     """A few requests have zero keys to three chunks or leaves; drafts fill a tile of rows, or exceed it."""
-    seed, chunk = CONFIGS.index(config), config.chunk_tokens
+    seed, chunk = CONFIGS.index(config), cut_tokens(config)
     group = min(fewest_rows(config) + (0, 2, 3, 6, 15)[seed % 5], config.rows)
     case = Case([1] * 7, lengths(chunk), group, kv_heads=2)
     if config.mask is MaskKind.SLIDING_WINDOW:
@@ -98,7 +98,7 @@ def test_decode(config: DecodeConfig, page_size: int) -> None:
 )
 def test_scales_on_the_device(head_dim: int, group: int, kv_type: KvType) -> None:
     config = config_for(head_dim, MaskKind.DRAFT, 16, kv_type=kv_type, rows=2 * group)
-    case = Case([2, 2], [90, config.chunk_tokens + 33], group, tensor_scales=True, sinks=False)
+    case = Case([2, 2], [90, cut_tokens(config) + 33], group, tensor_scales=True, sinks=False)
     check_config(config, case, 16, "cpu", schedules(3, adverse=1))
 
 
@@ -114,7 +114,7 @@ def test_scales_on_the_device(head_dim: int, group: int, kv_type: KvType) -> Non
 )
 def test_widths_of_8_bits_with_a_second_block_of_columns(kv_type: KvType, head_dim: int, group: int) -> None:
     config = config_for(head_dim, MaskKind.FULL, 16, kv_type=kv_type, rows=group)
-    case = Case([1] * 4, [0, 3, config.chunk_tokens, 2 * config.chunk_tokens + 77], group, kv_heads=2)
+    case = Case([1] * 4, [0, 3, cut_tokens(config), 2 * cut_tokens(config) + 77], group, kv_heads=2)
     check_config(config, case, 16, "cpu", schedules(head_dim, adverse=1))
     assert not emulator.report().warnings
 
@@ -125,7 +125,7 @@ def test_widths_of_8_bits_with_a_second_block_of_columns(kv_type: KvType, head_d
 def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:
     """More work than CTAs: work tiles of many requests are found in the right order."""
     config = config_for(64, MaskKind.FULL, 16, kv_type=kv_type, rows=group)
-    kv_lens = [(0, 3, 40, config.chunk_tokens + 1)[i * i % 7 % 4] for i in range(75)]
+    kv_lens = [(0, 3, 40, cut_tokens(config) + 1)[i * i % 7 % 4] for i in range(75)]
     case = Case([1] * len(kv_lens), kv_lens, group=group, sinks=False)
     check_config(config, case, 16, "cpu", schedules(group, adverse=1))
 
@@ -138,7 +138,7 @@ def test_a_single_request_is_as_one_of_several(head_dim: int, kv_type: KvType, w
     """Its blocks of leaves are longer."""
     kind = MaskKind.FULL if window < 0 else MaskKind.SLIDING_WINDOW
     config = config_for(head_dim, kind, 16, kv_type=kv_type, rows=4)
-    case = Case([1], [leaves * config.chunk_tokens - leaves % 2], 4, kv_heads=1, window=window)
+    case = Case([1], [leaves * cut_tokens(config) - leaves % 2], 4, kv_heads=1, window=window)
     check_config(config, case, 16, "cpu", schedules(leaves, adverse=1))
     alone, mask = batch_of(config, case, "cpu"), mask_of(config, case)
     want = execute(alone.decode(16, mask))
@@ -149,7 +149,7 @@ def test_a_single_request_is_as_one_of_several(head_dim: int, kv_type: KvType, w
 def test_two_levels_of_combines(head_dim: int, kv_heads: int) -> None:
     """There are chunks of one fan-in group and one more, of three groups and of one whole group, and a short window."""
     full, windowed = (config_for(head_dim, mask, 16, rows=33) for mask in (MaskKind.FULL, MaskKind.SLIDING_WINDOW))
-    n, chunk = FAN_IN, full.chunk_tokens
+    n, chunk = FAN_IN, cut_tokens(full)
     kv_lens = [(n + 1) * chunk, 2 * n * chunk + 1, n * chunk][: 3 if head_dim == 128 else 1]
     case = Case([1] * len(kv_lens), kv_lens, group=33, kv_heads=kv_heads)
     check_config(full, case, 16, "cpu", schedules(kv_heads, adverse=1))
@@ -160,7 +160,7 @@ def test_two_levels_of_combines(head_dim: int, kv_heads: int) -> None:
 def test_warps_that_have_parted_meet_before_they_hand_work_back(seed: int) -> None:
     """Some lanes of a combining warp have one store more than the others. Few schedules keep the lanes together."""
     config = config_for(512, MaskKind.FULL, 64, rows=16)
-    kv_lens = [config.chunk_tokens - 1, 2 * config.chunk_tokens, 4 * config.chunk_tokens + 77, 3]
+    kv_lens = [cut_tokens(config) - 1, 2 * cut_tokens(config), 4 * cut_tokens(config) + 77, 3]
     check_config(config, Case([1] * 4, kv_lens, group=16), 64, "cpu", [setting("random", seed)])
 
 
@@ -178,7 +178,7 @@ def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: i
     """Requests with one fan-in group of partials and with two reuse slots."""
     config = config_for(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL, 16, rows=group * q_len)
     chunks = [18, 2, 3, 1, 17, 2, 2, 5, 18, 4] if q_len == 1 else [4, 2, 3, 1, 2, 4, 2]
-    case = Case([q_len] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group, kv_heads, sinks=False)
+    case = Case([q_len] * len(chunks), [n * cut_tokens(config) - 5 for n in chunks], group, kv_heads, sinks=False)
     check_config(config, case, 16, "cpu", schedules(head_dim))
 
 
@@ -192,7 +192,7 @@ def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
     """
     config = config_for(64, MaskKind.FULL, 16, rows=33)
     chunks = ([2] * 5 + [4, 4, 2]) * 3
-    case = Case([1] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group=33, sinks=False)
+    case = Case([1] * len(chunks), [n * cut_tokens(config) - 5 for n in chunks], group=33, sinks=False)
     check_config(config, case, 16, "cpu", [setting("priority", seed, resident=4)])
 
 
@@ -213,7 +213,7 @@ def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_ty
     levels wait than there is room for.
     """
     config = config_for(head_dim, MaskKind.FULL, 64, kv_type=kv_type, rows=rows)
-    leaf = config.chunk_tokens
+    leaf = config.leaf_tokens
     kv_lens = [40 * leaf + 5, 0, 3 * leaf, 1, 17 * leaf - 1, 33 * leaf]
     case = Case([1] * len(kv_lens), kv_lens, group=rows, kv_heads=kv_heads, sinks=False)
     check_config(config, case, 64, "cpu", schedules(rows, adverse=1))

@@ -36,7 +36,7 @@ def test_decode(config: DecodeConfig) -> None:
 
     The largest tile gets more rows than it holds.
     """
-    leaf, page = config.chunk_tokens, config.box_rows or 4
+    leaf, page = config.leaf_tokens, config.box_rows or 4
     most = config.rows_for(1000, config.head_dim_qk, config.kv_type)
     group = 2 * config.rows - 3 if config.rows == most else config.rows
     case = Case([1] * 4, [0, 1, leaf, leaf + 65], group, kv_heads=2)

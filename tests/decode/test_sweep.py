@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from helpers.batches.decode import DecodeBatch
-from helpers.cases.decode import HEAD_DIMS, Case, batch_of, check_config, config_for
+from helpers.cases.decode import HEAD_DIMS, Case, batch_of, check_config, config_for, cut_tokens
 
 from hopwell.kernels import execute
 from hopwell.kernels.config.base import KvType
@@ -35,7 +35,7 @@ def lengths(chunk: int, page: int) -> list[int]:
 def test_page_sizes(dtype: str, head_dim: int, mask: MaskKind, page_size: int, group: int) -> None:
     q_len = 5 if mask is DRAFT else 1
     config = config_for(head_dim, mask, page_size, dtype, rows=group * q_len)
-    kv_lens = lengths(config.chunk_tokens, page_size)
+    kv_lens = lengths(cut_tokens(config), page_size)
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group, kv_heads=2, window=100), page_size)
 
 
@@ -52,7 +52,7 @@ def test_page_sizes(dtype: str, head_dim: int, mask: MaskKind, page_size: int, g
 def test_narrow_caches(kv_type: KvType, head_dim: int, mask: MaskKind, page_size: int, group: int) -> None:
     q_len = 5 if mask is DRAFT else 1
     config = config_for(head_dim, mask, page_size, kv_type=kv_type, rows=group * q_len)
-    kv_lens = lengths(config.chunk_tokens, page_size)
+    kv_lens = lengths(cut_tokens(config), page_size)
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group, kv_heads=2, window=100), page_size)
 
 
@@ -69,7 +69,7 @@ def test_narrow_caches(kv_type: KvType, head_dim: int, mask: MaskKind, page_size
 )
 def test_other_head_dims(head_dim: int, kv_type: KvType, group: int, q_len: int) -> None:
     config = config_for(head_dim, FULL if q_len == 1 else DRAFT, 16, kv_type=kv_type, rows=group * q_len)
-    kv_lens = lengths(config.chunk_tokens, 16)
+    kv_lens = lengths(cut_tokens(config), 16)
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group), 16)
 
 
@@ -80,7 +80,7 @@ def test_other_head_dims(head_dim: int, kv_type: KvType, group: int, q_len: int)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32, 63, 64])
 def test_groups(group: int, head_dim: int, kv_type: KvType) -> None:
     config = config_for(head_dim, FULL, 16, kv_type=kv_type, rows=group)
-    kv_lens = lengths(config.chunk_tokens, 16)
+    kv_lens = lengths(cut_tokens(config), 16)
     check_config(config, Case([1] * len(kv_lens), kv_lens, group, kv_heads=3), 16)
 
 
@@ -101,7 +101,7 @@ NARROW_DRAFTS = [(128, E4M3, 1, 40), (256, INT8, 5, 3), (512, E4M3, 2, 1000), (6
 def test_new_tokens(q_len: int, kernels: list[tuple[int, KvType, int, int]], drafts: str) -> None:
     for head_dim, kv_type, group, window in kernels:
         config = config_for(head_dim, DRAFT, 16, kv_type=kv_type, rows=group * q_len)
-        kv_lens = [0, max(q_len - 1, 0), q_len, q_len + 1, 63 + q_len, *lengths(config.chunk_tokens, 16)[-6:]]
+        kv_lens = [0, max(q_len - 1, 0), q_len, q_len + 1, 63 + q_len, *lengths(cut_tokens(config), 16)[-6:]]
         case = Case([q_len] * len(kv_lens), kv_lens, group, window=window, drafts=drafts)
         check_config(config, case, 16)
 
@@ -112,7 +112,7 @@ def test_new_tokens(q_len: int, kernels: list[tuple[int, KvType, int, int]], dra
 def test_magnitudes(magnitude: float, head_dim: int, group: int) -> None:
     """Attention ranges from uniform to rows dominated by few keys."""
     config = config_for(head_dim, FULL, 16, rows=group)
-    kv_lens = lengths(config.chunk_tokens, 16)[-4:]
+    kv_lens = lengths(cut_tokens(config), 16)[-4:]
     check_config(config, Case([1] * 4, kv_lens, group, magnitude=magnitude, sinks=False), 16)
 
 
@@ -160,7 +160,7 @@ def counts_match(data: DecodeBatch, mask: Mask, page_size: int) -> None:
 )
 def test_windows_are_exact(head_dim: int, kv_type: KvType, group: int, page_size: int) -> None:
     config = config_for(head_dim, WINDOW, page_size, kv_type=kv_type, rows=group)
-    chunk = config.chunk_tokens
+    chunk = cut_tokens(config)
     kv_lens = lengths(chunk, page_size)[:-2]
     data = batch_of(config, Case([1] * len(kv_lens), kv_lens, group, kv_heads=2), "cuda")
     one_hot(data)
@@ -183,7 +183,7 @@ def test_windows_are_exact(head_dim: int, kv_type: KvType, group: int, page_size
 def test_drafts_are_exact(head_dim: int, kv_type: KvType, q_len: int, page_size: int) -> None:
     group = 2
     config = config_for(head_dim, DRAFT, page_size, kv_type=kv_type, rows=group * q_len)
-    chunk = config.chunk_tokens
+    chunk = cut_tokens(config)
     kv_lens = [q_len - 1, q_len, 64 + q_len // 2, chunk + q_len // 2, 2 * chunk + 1]
     case = Case([q_len] * len(kv_lens), kv_lens, group, kv_heads=2, drafts="any")
     data = batch_of(config, case, "cuda")

@@ -30,6 +30,7 @@ from hopwell.kernels import compile_ahead
 from hopwell.kernels.append.config import CacheType, shipped_append_configs
 from hopwell.kernels.config.base import KernelConfig, KvFetch, KvType
 from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.jit import toolchain
@@ -313,7 +314,7 @@ def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None
     """
     ptx = artifact(config).ptx.read_text()
     by_tma = config.reads_kv_once and config.kv_fetch is KvFetch.PAGE_BOXES
-    has_tree = isinstance(config, DecodeConfig) and config.has_tree
+    has_tree = isinstance(config, DecodeConfig | MlaConfig) and config.has_tree
     assert ("L2::cache_hint" in ptx) == by_tma
     assert (str(EVICT_FIRST << 32) in ptx) == (by_tma and not has_tree)
     assert bool(re.search(rf"selp\.b32\s.*, {EVICT_NORMAL}, {EVICT_FIRST},", ptx)) == has_tree

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases.decode import cut_tokens
 from helpers.cases.kernel_problems import CACHES, cache, empty, paged
 from helpers.covering.configs import COVERING_DECODE
 
@@ -182,7 +183,7 @@ class TestResources:
     @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
     def test_chunks_are_whole_tiles(self, dim: int, kv_type: KvType) -> None:
         for config in of_dim(dim, kv_type):
-            assert config.chunk_tokens % config.tile.n == 0
+            assert cut_tokens(config) % config.tile.n == 0
 
     def test_edges_are_in_the_docstring(self) -> None:
         for dim, kv_type in ((128, KvType.WIDE), (128, KvType.INT8), (512, KvType.WIDE)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cases.decode import cut_tokens
 from helpers.cases.kernel_problems import empty, paged
 from helpers.covering.configs import COVERING_MLA
 
@@ -78,7 +79,7 @@ def test_every_kernel_fits(config: MlaConfig) -> None:
     kernel, _ = build(config)
     assert isinstance(kernel, SwapABMlaSm90) == (config.rows == LATENT_SWAP_AB_ROWS)
     assert kernel.shared_bytes <= SHARED_BYTES
-    assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
+    assert cut_tokens(config) % (config.tile.n * kernel.step_tiles) == 0
     assert 2 * sum(config.layout.kv_dims) == config.head_dim_qk * config.q_bytes
     # The kernel for few rows has the work queue and Q of the decode kernel for few rows.
     docs = (type(kernel).__doc__ or "") + (SwapABDecodeSm90.__doc__ or "") * config.has_tree

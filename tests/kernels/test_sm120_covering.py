@@ -146,11 +146,11 @@ def run_nvfp4(cell: Cell, arch: str) -> None:
 def run_decode(cell: Cell, arch: str) -> None:
     dtype, kv_type = cell.types
     config = Sm120DecodeConfig(arch, dtype, cell.out or dtype, 64, 64, cell.mask, *cell.pages, kv_type, 8)
-    case = decode_cases.Case([1, 1], [config.chunk_tokens + 65, 3], 4)
+    case = decode_cases.Case([1, 1], [config.leaf_tokens + 65, 3], 4)
     if cell.mask is MaskKind.SLIDING_WINDOW:
-        case = decode_cases.Case([1, 1], [config.chunk_tokens + 65, 3], 4, window=70)
+        case = decode_cases.Case([1, 1], [config.leaf_tokens + 65, 3], 4, window=70)
     if cell.mask is MaskKind.DRAFT:
-        case = decode_cases.Case([2, 1], [config.chunk_tokens + 1, 3], 4, ragged=True)
+        case = decode_cases.Case([2, 1], [config.leaf_tokens + 1, 3], 4, ragged=True)
     decode_cases.check_config(config, case, PAGE_SIZES[cell.pages] or 0, "cpu", schedules(4, 1, arch=arch, strict=True))
 
 
@@ -280,9 +280,9 @@ def test_wide_prefill_on_blackwell() -> None:
 def test_wide_decode_on_blackwell(dim: int, mask: MaskKind, rows: int) -> None:
     """Tiles of 512 columns are loaded as a whole; sm_120 loads their halves. Leaves and bits are the same."""
     config = Sm120DecodeConfig("sm_100a", "bf16", "bf16", dim, dim, mask, *PAGES64, KvType.WIDE, rows)
-    case = decode_cases.Case([1] * 3, [1, config.chunk_tokens, 2 * config.chunk_tokens + 65], rows, kv_heads=2)
+    case = decode_cases.Case([1] * 3, [1, config.leaf_tokens, 2 * config.leaf_tokens + 65], rows, kv_heads=2)
     if mask is MaskKind.DRAFT:
-        case = decode_cases.Case([7, 0, 1], [config.chunk_tokens + 2, 40, 70], rows // 4, drafts="tree", ragged=True)
+        case = decode_cases.Case([7, 0, 1], [config.leaf_tokens + 2, 40, 70], rows // 4, drafts="tree", ragged=True)
     decode_cases.check_config(config, case, 64, "cpu", schedules(4, 1, arch="sm_100a", strict=True))
 
 

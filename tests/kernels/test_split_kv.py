@@ -32,6 +32,7 @@ from hopwell.kernels.parts.combine.partials import EPOCH, Combine, Slots
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.partition import split_kv as split
 from hopwell.kernels.parts.partition.split_kv import (
+    KeySchedule,
     LatentSchedule,
     RequestSpan,
     ScheduleHooks,
@@ -62,8 +63,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
     monkeypatch.setattr(split, "load_int", memory.load_int)
     monkeypatch.setattr(cutlass, "range_constexpr", range)
-    for name in ("_span", "_shift"):
-        monkeypatch.setattr(SplitSchedule, name, getattr(SplitSchedule, name).__wrapped__)
+    for kind, name in ((KeySchedule, "_cut"), (SplitSchedule, "_shift")):
+        monkeypatch.setattr(kind, name, getattr(kind, name).__wrapped__)
     return memory
 
 

@@ -115,7 +115,7 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
     for config, kv_heads, tiles, sms in itertools.product(configs.values(), (1, 8), (1, 2, 17), (4, 188)):
         rows, columns, latent = config.rows * tiles, config.head_dim_v, config.family is Family.MLA
         slots = node_slots(config.rows, kv_heads * tiles, columns, sms * config.ctas_per_sm, config.kv_bytes)
-        levels = gmem_levels(config.chunk_tokens, capacity, config.smem_levels) * sms * config.ctas_per_sm
+        levels = gmem_levels(config.leaf_tokens, capacity, config.smem_levels) * sms * config.ctas_per_sm
         found = scratch_bytes(rows, kv_heads, columns, capacity, sms, latent, tiled=True)
         assert found >= (slots + levels) * node_bytes(config.rows, columns) + ALIGNMENT
 

@@ -39,13 +39,13 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.parts.combine import tree as tree_module
-from hopwell.kernels.parts.combine.tree import LeftNodes, Tree
+from hopwell.kernels.parts.combine.tree import StoredNodes, Tree
 from hopwell.kernels.parts.core import device
 from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.core.device import Divisor
 from hopwell.kernels.parts.partition import split_kv as split
 from hopwell.kernels.parts.partition import stream_k as ranges_module
-from hopwell.kernels.parts.partition.split_kv import PackedTile, ScheduleHooks, SplitSchedule, TopkTokens
+from hopwell.kernels.parts.partition.split_kv import KeySchedule, PackedTile, TopkTokens
 from hopwell.kernels.parts.partition.stream_k import (
     StreamKRanges,
     StreamKSchedule,
@@ -73,7 +73,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setattr(split, "load_int", memory.load_int)
     topk_indices, spans = (
         ("_request_of", "_topk_token"),
-        ((kind, ["_span"]) for kind in (SplitSchedule, TopkStreamKSchedule)),
+        ((kind, [name]) for kind, name in ((KeySchedule, "_cut"), (TopkStreamKSchedule, "_span"))),
     )
     kinds = (
         (StreamKRanges, ("of", "own_range")),
@@ -195,7 +195,7 @@ class Batch:
         g = device_tuple(DecodeGeometry, **sizes)
         kind = MaskKind.FULL if self.window < 0 else MaskKind.SLIDING_WINDOW
         mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else WIDEST))
-        return StreamKSchedule(g, a, mask, 8, LEAF, LEAF, False, ScheduleHooks(), SUBTREES, RESIDENT_LEAVES)
+        return StreamKSchedule(g, a, mask, 8, LEAF, SUBTREES, RESIDENT_LEAVES)
 
     @property
     def lines(self) -> list[int]:
@@ -222,7 +222,7 @@ class ListBatch(Batch):
         g = plain.geometry._replace(q_len=most, tokens=tokens, topk=topk)
         a = plain.addresses._replace(q_offsets=memory.put(offsets))
         mask = TopkMask(MaskKind.CAUSAL, plain.mask.size)
-        return TopkStreamKSchedule(g, a, mask, 16, LEAF, LEAF, False, ScheduleHooks(), SUBTREES, RESIDENT_LEAVES)
+        return TopkStreamKSchedule(g, a, mask, 16, LEAF, SUBTREES, RESIDENT_LEAVES)
 
     @property
     def lines(self) -> list[int]:
@@ -322,7 +322,7 @@ def test_as_many_leaves_stay_as_have_room(
     config = next(c for c in shipped() if (c.head_dim_qk, c.head_dim_v, c.kv_type, c.has_tree) == wanted)
     kernel, _ = registry.build(config)
     schedule = kernel.schedule(None, None, None, None, None, None)
-    leaf_bytes = schedule.chunk_tokens * token_bytes
+    leaf_bytes = schedule.tile_n * token_bytes
     assert schedule.resident_leaves * leaf_bytes <= RESIDENT_BYTES < (schedule.resident_leaves + 1) * leaf_bytes
 
 
@@ -367,23 +367,23 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(tree_module, "joined", lambda left, right, pairs, there=True: (left, right) if there else left)
     monkeypatch.setattr(tree_module, "side_by_side", the_same)
     monkeypatch.setattr(tree_module, "_subtree_of", tree_module._subtree_of.__wrapped__)
-    for name in ("_add_waiting", "wait", "leave", "leave_waiting", "rise", "combine", "_with_right"):
+    for name in ("_add_waiting", "wait", "store", "store_waiting", "rise", "combine", "_with_right"):
         monkeypatch.setattr(Tree, name, vars(Tree)[name].__wrapped__)
-    monkeypatch.setattr(leaves_module, "LeftNodes", SimpleNamespace(none=Left))
+    monkeypatch.setattr(leaves_module, "StoredNodes", SimpleNamespace(none=Stored))
     monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
     monkeypatch.setattr(HostTree, "state", state)
     return state
 
 
-class Left(list[tuple[Any, Any]]):
-    """The nodes left for a combine, (level, leaf) each."""
+class Stored(list[tuple[Any, Any]]):
+    """The nodes stored for a combine, (level, leaf) each."""
 
-    def plus(self, level: Any, leaf: Any) -> Left:
-        return Left([*self, (level, leaf)])
+    def plus(self, level: Any, leaf: Any) -> Stored:
+        return Stored([*self, (level, leaf)])
 
-    def of_lane(self, lane: int) -> LeftNodes:
+    def of_lane(self, lane: int) -> StoredNodes:
         mine = self[lane] if lane < len(self) else (Int32(0), Int32(0))
-        return LeftNodes(Int32(len(self)), *mine)
+        return StoredNodes(Int32(len(self)), *mine)
 
 
 def keys_of(begin: int, end: int) -> TileRange:
@@ -401,7 +401,7 @@ def attend(tree: HostTree, segment: StreamKTile) -> Any:
         return step + 1
 
     combine_segment = LeafTree.combine_segment.__wrapped__
-    step, left = combine_segment(SimpleNamespace(combine=tree), next_leaf, node, segment, Int32(0))
+    step, stored = combine_segment(SimpleNamespace(combine=tree), next_leaf, node, segment, Int32(0))
     assert host(step) == host(segment.end_leaf) - host(segment.first_leaf)
     commit(state)
     if host(step) == leaves:
@@ -410,7 +410,7 @@ def attend(tree: HostTree, segment: StreamKTile) -> Any:
 
     def combine() -> None:
         own, lane = HostNode(), state.lanes.own.lane
-        if host(tree.combine(own, segment, left.of_lane(lane), state.lanes.meet)):
+        if host(tree.combine(own, segment, stored.of_lane(lane), state.lanes.meet)):
             found[lane] = own.value
 
     state.lanes.run(combine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from helpers.cases.decode import cut_tokens
 from helpers.cases.mla import Case, check_case, heads_of
 from helpers.device.sanitizer import TOOLS, check_sanitized
 
@@ -21,7 +22,7 @@ def small_case(config: MlaConfig) -> None:
 
     Dense attention fills two tiles of the largest size. Sparse attention has top-k indices for up to three chunks.
     """
-    chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
+    chunk, dims = cut_tokens(config), (config.head_dim_qk, config.head_dim_v)
     page_size, heads = config.box_rows or 4, 24 if config.rows == ROWS and not config.sparse else heads_of(config, 3)
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
         # A kernel with CTA parts serves only nearly even numbers of new tokens.

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.batches.mla import MlaBatch
+from helpers.cases.decode import cut_tokens
 from helpers.cases.mla import (
     BOTH_ROWS,
     GAPS,
@@ -62,7 +63,7 @@ def test_fetches(config: MlaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", config.batch_invariant)
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
-    kv_lens = [0, 1, 70, config.chunk_tokens + 1]
+    kv_lens = [0, 1, 70, cut_tokens(config) + 1]
     types = dict(dtype=config.dtype, kv_type=config.kv_type)
     case = Case([2] * 4, kv_lens, heads=heads_of(config, 2), dims=dims, top_k=top_k, **types)
     check(case, page_size(config), adverse=1, config=config)

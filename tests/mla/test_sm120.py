@@ -32,7 +32,7 @@ def test_mla(config: MlaConfig) -> None:
     """
     dims, page = (config.head_dim_qk, config.head_dim_v), config.box_rows or 1
     heads, top_k = (20, 132) if config.sparse else (17, 0)
-    case = Case([2, 1, 2, 0], [1, 129, config.chunk_tokens + 1, 3], heads, dims, top_k=top_k, ragged=True)
+    case = Case([2, 1, 2, 0], [1, 129, config.leaf_tokens + 1, 3], heads, dims, top_k=top_k, ragged=True)
     check_case(case, page, "cpu", schedules(heads, 1, arch=ARCH, strict=True), config)
     assert not emulator.report().warnings
 

@@ -7,7 +7,7 @@ alone. The last leaf's node rises to the root, and the root is the result.
 
 Leaves are numbered from right to left of the keys; in the tree, left is the lower number. A CTA combines from left to
 right: a node waits at its level until its right neighbour has come. A node that has to wait for another CTA's leaf is
-left in global memory, at most two nodes per level of a range.
+stored in global memory, at most two nodes per level of a range.
 
 Nodes in memory are combined in fan-in groups of sixteen, or four for nodes of many columns. Each slot of a fan-in group
 holds a subtree of a line (see ``stream_k.py``) or a fan-in group of the fan-in level below. A node may fill several
@@ -131,21 +131,21 @@ def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -
 
 
 @device_struct(frozen=True)
-class LeftNodes:
-    """The nodes that a CTA has left in memory for a segment. Lane i of each warp holds the i-th node."""
+class StoredNodes:
+    """The nodes that a CTA has stored in memory for a segment. Lane i of each warp holds the i-th node."""
 
     count: Int32
     level: Int32
     leaf: Int32  # the node's first leaf, in the line
 
     @staticmethod
-    def none() -> "LeftNodes":
-        return LeftNodes(Int32(0), Int32(0), Int32(0))
+    def none() -> "StoredNodes":
+        return StoredNodes(Int32(0), Int32(0), Int32(0))
 
     @cute.jit
-    def plus(self, level, leaf) -> "LeftNodes":
+    def plus(self, level, leaf) -> "StoredNodes":
         mine = cute.arch.lane_idx() == self.count
-        return LeftNodes(self.count + 1, level if mine else self.level, leaf if mine else self.leaf)
+        return StoredNodes(self.count + 1, level if mine else self.level, leaf if mine else self.leaf)
 
 
 @device_struct(frozen=True)
@@ -313,13 +313,13 @@ class Tree:
             self._store(self._gmem_level(level), node.vectors(), copy.store_global)
 
     @cute.jit
-    def leave(self, node: Node, line: StreamKTile, leaf) -> None:
-        """Leave a node, which begins with ``leaf`` of the line, in memory."""
+    def store(self, node: Node, line: StreamKTile, leaf) -> None:
+        """Store a node, which begins with ``leaf`` of the line, in memory."""
         self._store(self._node(self._slot(line, leaf >> line.shift)), node.vectors(), copy.store_global)
 
     @cute.jit
-    def leave_waiting(self, line: StreamKTile, leaf, end, left: LeftNodes) -> LeftNodes:
-        """Leave all waiting nodes, which cover leaves [leaf, end), and return all nodes left so far."""
+    def store_waiting(self, line: StreamKTile, leaf, end, stored: StoredNodes) -> StoredNodes:
+        """Store all waiting nodes, which cover leaves [leaf, end), and return all nodes stored so far."""
         while leaf < end:
             level = bit_length(end - leaf) - 1
             target = self._node(self._slot(line, leaf >> line.shift))
@@ -327,9 +327,9 @@ class Tree:
                 self._store(target, self._smem_level(level), copy.store_global)
             else:
                 self._store(target, self._load(self._gmem_level(level)), copy.store_global)
-            left = left.plus(level, leaf)
+            stored = stored.plus(level, leaf)
             leaf += Int32(1) << level
-        return left
+        return stored
 
     @cute.jit
     def rise(self, node: Node, leaf, begin, leaves):
@@ -352,8 +352,8 @@ class Tree:
         return level, index
 
     @cute.jit
-    def combine(self, node: Node, line: StreamKTile, left: LeftNodes, meet: cutlass.Constexpr):
-        """Count the nodes that this CTA has left of a segment, and combine every fan-in group that is complete.
+    def combine(self, node: Node, line: StreamKTile, stored: StoredNodes, meet: cutlass.Constexpr):
+        """Count the nodes that this CTA has stored of a segment, and combine every fan-in group that is complete.
 
         The nodes are visible to this warpgroup. Returns whether ``node`` is then the root. ``meet`` synchronises the
         warpgroup.
@@ -361,12 +361,12 @@ class Tree:
         meet()  # all threads have read the results of the last combine
         if self.thread < LANES:
             found = Int32(0)
-            if self.thread < left.count:
-                level = left.level - line.shift
+            if self.thread < stored.count:
+                level = stored.level - line.shift
                 fan_in_level = level // self._fan_in_bits
-                fan_in_group = FanInGroup.around(line, fan_in_level, left.leaf >> line.shift, self._fan_in_bits)
+                fan_in_group = FanInGroup.around(line, fan_in_level, stored.leaf >> line.shift, self._fan_in_bits)
                 found = self._fill(
-                    fan_in_group, left.leaf >> line.shift, Int32(1) << (level - self._fan_in_bits * fan_in_level)
+                    fan_in_group, stored.leaf >> line.shift, Int32(1) << (level - self._fan_in_bits * fan_in_level)
                 )
             shared_array(Int32, self.results)[self.thread] = found
         meet()
@@ -376,7 +376,7 @@ class Tree:
         while full != 0:
             lane = trailing_zeros(full)
             full &= full - 1
-            level, leaf = cute.arch.shuffle_sync(left.level, lane), cute.arch.shuffle_sync(left.leaf, lane)
+            level, leaf = cute.arch.shuffle_sync(stored.level, lane), cute.arch.shuffle_sync(stored.leaf, lane)
             fan_in_level = (level - line.shift) // self._fan_in_bits
             fan_in_group = FanInGroup.around(line, fan_in_level, leaf >> line.shift, self._fan_in_bits)
             there = cute.arch.shuffle_sync(mine, lane)
@@ -386,7 +386,7 @@ class Tree:
                 if fan_in_group.is_line:
                     is_root = fan_in_group.fan_in_level >= 0
                 else:
-                    self.leave(node, line, fan_in_group.first << line.shift)
+                    self.store(node, line, fan_in_group.first << line.shift)
                     subtree, fan_in_group = fan_in_group.first, fan_in_group.above()
                     meet()
                     if self.thread == 0:
@@ -399,8 +399,8 @@ class Tree:
     def _fill(self, fan_in_group: FanInGroup, subtree, slots):
         """Count a node that fills ``slots`` slots of a fan-in group from ``subtree`` on.
 
-        If the group is now complete, return one bit for each slot in which a node begins; all nodes left by others are
-        then visible. Otherwise return 0.
+        If the group is now complete, return one bit for each slot in which a node begins; all nodes of the group
+        are then visible. Otherwise return 0.
         """
         slot, of_fan_in_group = fan_in_group.slot_of(subtree), fan_in_group.slots
         filled = cutlass.min(slots, of_fan_in_group - slot) + (Int32(1) << (slot + COUNT_BITS))

@@ -119,15 +119,14 @@ class ScheduleHooks:
 
 
 @device_struct
-class SplitSchedule:
+class KeySchedule:
+    """Base of the schedules of decode: the lengths, rows and keys of requests, however keys are cut."""
+
     geometry: DecodeGeometry
     addresses: Addresses
     mask: IntervalMask
     tile_m: int
     tile_n: int
-    chunk_tokens: int  # chunk length of short requests
-    halves: bool  # whether requests of middle length have chunks of half that length
-    hooks: ScheduleHooks
 
     @property
     def _sequence_count(self):
@@ -142,17 +141,6 @@ class SplitSchedule:
     def _row_tiles(self, q_len):
         """Return the number of row tiles of a request with ``q_len`` new tokens."""
         return (cutlass.max(q_len, 0) * Int32(self.geometry.group) + (self.tile_m - 1)) // self.tile_m
-
-    def _of_chunk(self, q_len):
-        """Return the number of work tiles with the same keys, for ``q_len`` new tokens.
-
-        These work tiles are neighbours in the list.
-        """
-        return Int32(self.geometry.kv_heads) * self._row_tiles(q_len)
-
-    def _most_chunks(self, q_len):
-        """Return the maximum number of chunks of a request with ``q_len`` new tokens."""
-        return Int32(MAX_CHUNKS)
 
     def _lengths(self, index):
         """Return (first token, new tokens, keys) of a request. An ``index`` past the end gives the last request."""
@@ -171,18 +159,72 @@ class SplitSchedule:
             kv_len = cutlass.max(cutlass.min(kv_len, last + 1), 0)
         return q_start, q_len, kv_len
 
-    @cute.jit
-    def _span(self, index):
-        chunks = Int32(0)
+    def _visible(self, index):
+        """Return (first token, new tokens, keys, first key that some row sees) of a request."""
         q_start, q_len, kv_len = self._lengths(index)
-        seen, begin = kv_len, Int32(0)
+        begin = Int32(0)
         if const_expr(self.mask.has_left_edge):
             begin, _ = self.mask.keys(kv_len - q_len, kv_len)
-            begin = cutlass.max(cutlass.min(begin, seen - 1), 0)
-        shift = self._shift(begin, seen, q_len)
-        first = begin >> shift
+            begin = cutlass.max(cutlass.min(begin, kv_len - 1), 0)
+        return q_start, q_len, kv_len, begin
+
+    @cute.jit
+    def _cut(self, index, begin, kv_len, shift):
+        """Return (first, number) of the parts of 2^shift keys that have keys [begin, kv_len) of a request.
+
+        Past the last request the number is 0.
+        """
+        first, count = begin >> shift, Int32(0)
         if index < Int32(self.geometry.batch):
-            chunks = cutlass.max(((seen - 1) >> shift) + 1 - first, 1)
+            count = cutlass.max(((kv_len - 1) >> shift) + 1 - first, 1)
+        return first, count
+
+    def _head(self, place, row_tiles):
+        """Return (KV head, first row) of the work tile at ``place`` among the work tiles with the same keys.
+
+        Each head has ``row_tiles`` tiles of rows.
+        """
+        kv_head = place // row_tiles
+        return kv_head, (place - kv_head * row_tiles) * self.tile_m
+
+    def _keys_of_tokens(self, request: Request, first_token, last_token, begin, tokens) -> TileRange:
+        """Return the KV tiles that these new tokens of a request visit in a chunk.
+
+        The chunk has ``tokens`` keys from ``begin`` on.
+        """
+        positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
+        first, last = positions.of(first_token), positions.of(last_token)
+        keys = self.mask.tiles(first, last, request, self.tile_n)
+        end = cutlass.min(keys.end, begin // self.tile_n + tokens // self.tile_n)
+        begin = cutlass.min(cutlass.max(keys.begin, begin // self.tile_n), end)
+        full_end = cutlass.max(cutlass.min(keys.full_end, end - 1), begin)
+        full_begin = cutlass.min(cutlass.max(keys.full_begin, begin), full_end)
+        return TileRange(begin, end, full_begin, full_end, keys.first_key)
+
+
+@dataclass
+class SplitSchedule(KeySchedule):
+    """The list of the chunks of all requests, from which CTAs draw by ticket."""
+
+    chunk_tokens: int  # chunk length of short requests
+    halves: bool  # whether requests of middle length have chunks of half that length
+    hooks: ScheduleHooks
+
+    def _of_chunk(self, q_len):
+        """Return the number of work tiles with the same keys, for ``q_len`` new tokens.
+
+        These work tiles are neighbours in the list.
+        """
+        return Int32(self.geometry.kv_heads) * self._row_tiles(q_len)
+
+    def _most_chunks(self, q_len):
+        """Return the maximum number of chunks of a request with ``q_len`` new tokens."""
+        return Int32(MAX_CHUNKS)
+
+    def _span(self, index):
+        q_start, q_len, kv_len, begin = self._visible(index)
+        shift = self._shift(begin, kv_len, q_len)
+        first, chunks = self._cut(index, begin, kv_len, shift)
         return RequestSpan(index, q_start, q_len, kv_len, Int32(1) << shift, first, chunks)
 
     @cute.jit
@@ -211,14 +253,6 @@ class SplitSchedule:
         numbers = (chunk, span.chunks, first_partial + chunk * of_chunk, first_partial, fan_in_partial, of_chunk)
         return SplitTile(request, Int32(ATTEND), kv_head, first_row, keys, *numbers)
 
-    def _head(self, place, row_tiles):
-        """Return (KV head, first row) of the work tile at ``place`` among the work tiles with the same keys.
-
-        Each head has ``row_tiles`` tiles of rows.
-        """
-        kv_head = place // row_tiles
-        return kv_head, (place - kv_head * row_tiles) * self.tile_m
-
     def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
         """Return the KV tiles that the rows from ``first_row`` on visit in a chunk.
 
@@ -227,20 +261,6 @@ class SplitSchedule:
         group = Int32(self.geometry.group)
         last = cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1)
         return self._keys_of_tokens(request, first_row // group, last, begin, tokens)
-
-    def _keys_of_tokens(self, request: Request, first_token, last_token, begin, tokens) -> TileRange:
-        """Return the KV tiles that these new tokens of a request visit in a chunk.
-
-        The chunk has ``tokens`` keys from ``begin`` on.
-        """
-        positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
-        first, last = positions.of(first_token), positions.of(last_token)
-        keys = self.mask.tiles(first, last, request, self.tile_n)
-        end = cutlass.min(keys.end, begin // self.tile_n + tokens // self.tile_n)
-        begin = cutlass.min(cutlass.max(keys.begin, begin // self.tile_n), end)
-        full_end = cutlass.max(cutlass.min(keys.full_end, end - 1), begin)
-        full_begin = cutlass.min(cutlass.max(keys.full_begin, begin), full_end)
-        return TileRange(begin, end, full_begin, full_end, keys.first_key)
 
     @cute.jit
     def _requests(self, first):

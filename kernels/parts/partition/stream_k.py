@@ -28,7 +28,7 @@ from hopwell.kernels.config.splitting import OWN_SHARE, WASTE
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.core.device import Divisor, bit_length, device_struct, from_lane, running_sum, trailing_zeros
-from hopwell.kernels.parts.partition.split_kv import ATTEND, PackedTile, RequestSpan, SplitSchedule, TopkTokens
+from hopwell.kernels.parts.partition.split_kv import ATTEND, KeySchedule, PackedTile, Span, TopkTokens
 from hopwell.kernels.parts.partition.tiles import draw_ticket, hand_back_tickets, lane_of
 
 
@@ -99,6 +99,15 @@ def wave_and_head_list(number, head_lists: Divisor):
 
 
 @dataclass
+class LeafSpan(Span):
+    """A request's keys in leaves."""
+
+    leaf_tokens: Int32
+    first_leaf: Int32  # leaves before this one hold no key that a row sees
+    leaves: Int32  # 0 if there is no request
+
+
+@dataclass
 class StreamKTile(PackedTile):
     """A segment of a line: the work tile of stream-K."""
 
@@ -117,43 +126,46 @@ class StreamKTile(PackedTile):
 
 
 @dataclass
-class StreamKSchedule(SplitSchedule):
-    """The schedule of kernels that combine leaves. ``chunk_tokens`` is the number of keys of a leaf."""
+class StreamKSchedule(KeySchedule):
+    """The schedule of kernels that combine leaves. ``tile_n`` is the number of keys of a leaf."""
 
     most_subtrees: int  # maximum number of subtrees in a CTA's equal share
     resident_leaves: int  # leaves of all KV heads whose keys and values fit into the L2 cache
 
-    def _shift(self, begin, seen, q_len):
-        return Int32(self.chunk_tokens.bit_length() - 1)
+    def _span(self, index):
+        shift = Int32(self.tile_n.bit_length() - 1)
+        q_start, q_len, kv_len, begin = self._visible(index)
+        first, leaves = self._cut(index, begin, kv_len, shift)
+        return LeafSpan(index, q_start, q_len, kv_len, Int32(1) << shift, first, leaves)
 
     @cute.jit
     def _leaves(self, first):
         """Return the number of leaves in a head list of the requests from ``first`` on. Called by a warp."""
-        chunks = Int32(0)
+        leaves = Int32(0)
         for each in cutlass.range(first, self._sequence_count, LANES, unroll=4):
-            chunks += self._span(each + cute.arch.lane_idx()).chunks
-        return cute.arch.shuffle_sync(running_sum(chunks), LANES - 1)
+            leaves += self._span(each + cute.arch.lane_idx()).leaves
+        return cute.arch.shuffle_sync(running_sum(leaves), LANES - 1)
 
     @cute.jit
     def _requests(self, first):
         """Return a lane's request, counted from request ``first``, and the leaves in a head list up to its end."""
         span = self._span(first + cute.arch.lane_idx())
-        return span, running_sum(span.chunks)
+        return span, running_sum(span.leaves)
 
     def _segment(
-        self, span: RequestSpan, place: tuple, line_start, begin, end, ranges: StreamKRanges, policy
+        self, span: LeafSpan, place: tuple, line_start, begin, end, ranges: StreamKRanges, policy
     ) -> StreamKTile:
         """Return the segment with leaves [begin, end) of a request's line.
 
         ``place`` is (head list, KV head, first row).
         """
-        request, tokens = span.request(), span.chunk_tokens
+        request, tokens = span.request(), span.leaf_tokens
         head_list, head, first_row = place
         # Leaves are counted from right to left and shared by all rows. A tile has every leaf of its request, even if
         # none of its rows sees a key of the leaf.
-        first = span.first_chunk + span.chunks - end
+        first = span.first_leaf + span.leaves - end
         keys = self._keys_of_tokens(request, Int32(0), request.q_len - 1, first * tokens, (end - begin) * tokens)
-        numbers = (span.chunks, line_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
+        numbers = (span.leaves, line_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
         return StreamKTile(request, Int32(ATTEND), head, first_row, keys, *numbers)
 
     @cute.jit
@@ -195,15 +207,15 @@ class StreamKSchedule(SplitSchedule):
             else:
                 lane = lane_of(leaf, before + last_leaf)
                 mine = from_lane(span, lane)
-                line_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.chunks
+                line_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.leaves
                 first_leaf, end_leaf = ranges.subtree(leaf - line_start), ranges.subtree(end - line_start)
-                if end >= line_start + mine.chunks:
-                    end_leaf = mine.chunks
+                if end >= line_start + mine.leaves:
+                    end_leaf = mine.leaves
                 if first_leaf < end_leaf:
                     place = (head_list, head, first_row)
                     work_queue.post(step, self._segment(mine, place, line_start, first_leaf, end_leaf, ranges, policy))
                     step += 1
-                leaf = line_start + mine.chunks
+                leaf = line_start + mine.leaves
                 goes_on = (leaf < end) | ranges.has_tickets
         work_queue.post_end(step)
         if ranges.has_tickets:
@@ -216,9 +228,9 @@ class TopkStreamKSchedule(TopkTokens, StreamKSchedule):
 
     @cute.jit
     def _span(self, index):
-        leaf, leaves = Int32(self.chunk_tokens), Int32(0)
+        leaf, leaves = Int32(self.tile_n), Int32(0)
         seen, _, _, exists = self._topk_token(index)
         # A place without a token has no leaves; a token without keys has one.
         if exists:
             leaves = cutlass.max((seen + (leaf - 1)) // leaf, 1)
-        return RequestSpan(index, index, Int32(1), seen, leaf, Int32(0), leaves)
+        return LeafSpan(index, index, Int32(1), seen, leaf, Int32(0), leaves)

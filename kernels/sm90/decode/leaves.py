@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Uint32
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
-from hopwell.kernels.parts.combine.tree import LeftNodes, Node, Tree
+from hopwell.kernels.parts.combine.tree import Node, StoredNodes, Tree
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array, warp_in_warpgroup
@@ -147,28 +147,28 @@ class LeafTree:
         global memory. Return the step after the segment and the nodes written.
         """
         node.clear()
-        keys, tree, left = tile.keys, self.combine, LeftNodes.none()
+        keys, tree, stored = tile.keys, self.combine, StoredNodes.none()
         leaf, waiting = tile.first_leaf, tile.first_leaf
         for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
             step = next_leaf(n, n < keys.full_begin or n >= keys.full_end, step)
             level, index = tree.rise(node, leaf, tile.first_leaf, tile.leaves)
             leaf += 1
             if (index & 1) != 0:
-                tree.leave(node, tile, index << level)
-                left = left.plus(level, index << level)
+                tree.store(node, tile, index << level)
+                stored = stored.plus(level, index << level)
                 waiting = (index + 1) << level
             elif leaf < tile.leaves:
                 tree.wait(node, level)
         if tile.end_leaf < tile.leaves:
-            left = tree.leave_waiting(tile, waiting, tile.end_leaf, left)
-        return step, left
+            stored = tree.store_waiting(tile, waiting, tile.end_leaf, stored)
+        return step, stored
 
     @cute.jit
-    def finish_segment(self, node: Node, tile: StreamKTile, left: LeftNodes, addresses, geometry) -> None:
+    def finish_segment(self, node: Node, tile: StreamKTile, stored: StoredNodes, addresses, geometry) -> None:
         """Combine every node whose inputs are complete, and store the output tile if its root is among them."""
         is_root = tile.end_leaf - tile.first_leaf == tile.leaves
         if not is_root:
-            is_root = self.combine.combine(node, tile, left, self.exchange.meet)
+            is_root = self.combine.combine(node, tile, stored, self.exchange.meet)
         if is_root:
             self.store_line(node, tile, addresses, geometry)
 

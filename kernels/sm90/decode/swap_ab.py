@@ -29,7 +29,6 @@ from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Rings, Roles
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD
-from hopwell.kernels.parts.partition.split_kv import ScheduleHooks
 from hopwell.kernels.parts.partition.stream_k import StreamKSchedule, StreamKTile
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.mask import IntervalMask
@@ -73,7 +72,7 @@ class SwapABTree:
 
     @property
     def step_tiles(self) -> int:
-        return self.config.chunk_tokens // self.tile.n
+        return self.config.leaf_tokens // self.tile.n
 
     @property
     def more_bytes(self) -> int:
@@ -89,10 +88,9 @@ class SwapABTree:
 
     def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> StreamKSchedule:
         c = self.config
-        sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, ScheduleHooks())
         subtrees = share_subtrees(self.tile.m, c.head_dim_v, c.splitting_bytes)
-        resident = RESIDENT_BYTES // (c.chunk_tokens * HALFWORD_BYTES * sum(c.layout.kv_dims))
-        return self.schedule_type(geometry, addresses, mask, *sizes, subtrees, resident)
+        resident = RESIDENT_BYTES // (c.leaf_tokens * HALFWORD_BYTES * sum(c.layout.kv_dims))
+        return self.schedule_type(geometry, addresses, mask, self.tile.m, c.leaf_tokens, subtrees, resident)
 
     def softmax(self, scale) -> ColumnSoftmax:
         return self.products.softmax.create(scale, self.tile.m // QUAD)
@@ -307,9 +305,9 @@ class LeafAttend:
             operands.begin(q_ring, work)
             row = self.logits.logit_row(tile, 0, operands.scores())
             next_leaf = partial(self.main_loop.attend_leaf, self, operands, node, q_ring.stage(work), row)
-            step, left = self.leaves.combine_segment(next_leaf, node, tile, step)
+            step, stored = self.leaves.combine_segment(next_leaf, node, tile, step)
             operands.end(q_ring, work)
-            self.leaves.finish_segment(node, tile, left, addresses, geometry)
+            self.leaves.finish_segment(node, tile, stored, addresses, geometry)
             work += 1
             tile = self.work_queue.read(work)
 

@@ -150,7 +150,7 @@ class MlaSm90(DecodeKernel):
 
     def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
         c = self.config
-        sizes = (self.tile.m, self.tile.n * self.step_tiles, c.chunk_tokens, c.halves_chunks)
+        sizes = (self.tile.m, self.tile.n * self.step_tiles, c.chunk_tokens, False)
         hooks = self.partition.hooks(self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry)
         return self.partition.schedule_type(geometry, addresses, mask, *sizes, hooks)
 

@@ -273,7 +273,7 @@ class LeafHandOver:
             leaf += 1
         return HandOverStep(tiles, leaf), None
 
-    def finish_segment(self, node: Node, tile: StreamKTile, left, addresses, geometry) -> None:
+    def finish_segment(self, node: Node, tile: StreamKTile, stored, addresses, geometry) -> None:
         """Do nothing: the combine warpgroup writes the output tile."""
 
 
@@ -292,8 +292,8 @@ class LeafCombine:
             self.leaves.exchange.meet()
             # Without clear(), the compiler would keep the held node in registers while partials are combined.
             self.leaves.combine.held.clear()
-            leaf, left = self.leaves.combine_segment(partial(self.take, node), node, tile, leaf)
-            self.leaves.finish_segment(node, tile, left, addresses, geometry)
+            leaf, stored = self.leaves.combine_segment(partial(self.take, node), node, tile, leaf)
+            self.leaves.finish_segment(node, tile, stored, addresses, geometry)
             work += 1
             tile = work_queue.read(work)
 

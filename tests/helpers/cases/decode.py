@@ -14,6 +14,7 @@ from helpers.device.schedules import PLAIN, Setting
 from hopwell.kernels import Plan, registry
 from hopwell.kernels.config.base import MAX_BOX_ROWS, MIN_BOX_ROWS, QUERY_DTYPES, KvFetch, KvType
 from hopwell.kernels.config.decode import NARROW_TYPES, DecodeConfig, tile_rows
+from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import SWAP_AB_ROWS
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
 
@@ -55,6 +56,11 @@ def config_for(
     box_rows = min(page_size, MAX_BOX_ROWS, DecodeConfig(*common, KvFetch.PAGE_ROWS, 0, *kind).tile.n)
     fetch = (KvFetch.PAGE_BOXES, box_rows) if box_rows >= MIN_BOX_ROWS else (KvFetch.PAGE_ROWS, 0)
     return DecodeConfig(*common, *fetch, *kind)
+
+
+def cut_tokens(config: DecodeConfig | MlaConfig) -> int:
+    """Return the keys of a leaf, or of a chunk in a kernel without a tree."""
+    return config.leaf_tokens if config.has_tree else config.chunk_tokens
 
 
 def fewest_rows(config: DecodeConfig) -> int:

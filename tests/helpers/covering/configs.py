@@ -271,7 +271,7 @@ def covering_mla_configs() -> list[MlaConfig]:
     ]
 
 
-def covering_sm120_decode_configs() -> list[DecodeConfig]:
+def covering_sm120_decode_configs() -> list[DecodeConfig | MlaConfig]:
     """Return decode and MLA decode kernels of sm_120 that stand for all.
 
     They are the kernels of each size with the highest register use, every mask, every fetch, and all on-demand kernels.
