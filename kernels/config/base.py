@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -86,6 +86,7 @@ class Tile:
         return self.source_stages or (self.kv_stages, self.kv_stages)
 
 
+MOST = 256  # rows or keys of a tile: rows of a TMA box, and columns of a matrix instruction
 MAX_BOX_ROWS = 64  # taller boxes are no faster (H200, 2026-11-21), and fewer sizes mean fewer kernels
 MIN_BOX_ROWS = 8  # a swizzle atom: a box of all columns needs whole atoms
 # Work tiles that a CTA holds beyond the current one, and that another CTA could start instead. With three stages, the
@@ -259,14 +260,32 @@ class KernelConfig:
         """Whether K and V, or the output, have block scales in tensors of their own."""
         return bool(self.kv_element.block) or self.out_dtype == "nvfp4"
 
+    @property
+    def row_unit(self) -> int:
+        """Rows of which a tile has a multiple: 64 for each consumer warpgroup, or for each two that share rows."""
+        return 64 // self.v_splits
+
+    def constraints(self) -> Iterator[tuple[bool, str]]:
+        """Yield what tile, registers and boxes must fulfil: whether they do, and the message if they do not."""
+        tile, registers, unit, depth = self.tile, self.registers, self.row_unit, self.mma_depth
+        stages = (tile.q_stages, tile.kv_stages, *tile.loaded_stages)
+        is_rows, is_keys = (size % step == 0 and 0 < size <= MOST for size, step in ((tile.m, unit), (tile.n, depth)))
+        yield is_rows, f"{tile.m} rows of a tile must be a multiple of {unit}, at most {MOST}"
+        yield is_keys, f"{tile.n} keys of a step must be a multiple of {depth}, at most {MOST}"
+        yield all(count.bit_count() == 1 for count in stages), f"numbers of stages {stages} must be powers of two"
+        fit = all(count % 8 == 0 and 24 <= count <= 256 for count in registers)
+        yield fit, f"registers of a thread {registers} must be multiples of 8 from 24 to 256 (setmaxnreg)"
+        launched = self.launch_registers * WARPGROUP * len(registers)
+        asked = WARPGROUP * sum(registers)
+        yield asked <= launched, f"{asked} registers asked for, {launched} at launch: the kernel would hang"
+        has_boxes = self.kv_fetch is KvFetch.PAGE_BOXES
+        divides = has_boxes == bool(self.box_rows) and not (has_boxes and tile.n % self.box_rows)
+        yield divides, f"box_rows={self.box_rows} does not go with {tile.n} keys a step"
+
     def __post_init__(self) -> None:
-        tile = self.tile
-        launched = self.launch_registers * WARPGROUP * len(self.registers)
-        asked = WARPGROUP * sum(self.registers)
-        if asked > launched:
-            raise ValueError(f"{self.name}: {asked} registers asked for, {launched} at launch: the kernel would hang")
-        if (self.kv_fetch is KvFetch.PAGE_BOXES) != bool(self.box_rows) or (self.box_rows and tile.n % self.box_rows):
-            raise ValueError(f"{self.name}: box_rows={self.box_rows} does not go with {tile.n} keys a step")
+        for holds, message in self.constraints():
+            if not holds:
+                raise ValueError(f"{self.name}: {message}")
 
 
 class TileShape(NamedTuple):

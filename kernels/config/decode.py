@@ -178,6 +178,10 @@ class DecodeConfig(SplitKeys, KernelConfig):
         return self.kv_element.dequantized and not self.dequantizes_in_place
 
     @property
+    def row_unit(self) -> int:
+        return SWAP_AB_ROWS[0] if self.has_tree or self.dequantizes_in_registers else super().row_unit
+
+    @property
     def matrix_instruction(self) -> str:
         return WARP_MMA if self.dequantizes_in_registers else super().matrix_instruction
 

@@ -100,6 +100,10 @@ class MlaConfig(SplitKeys, KernelConfig):
         return self.rows == LATENT_SWAP_AB_ROWS
 
     @property
+    def row_unit(self) -> int:
+        return LATENT_SWAP_AB_ROWS if self.has_tree else super().row_unit
+
+    @property
     def tile(self) -> Tile:
         if self.has_tree:
             return (_FP8_TREE_TILES if self.uses_fp8_mma else _TREE_TILES)[self.head_dim_v]

@@ -14,6 +14,7 @@ from hopwell.kernels.config.base import (
     BLOCK_COLUMNS,
     DTYPES,
     MIN_BOX_ROWS,
+    MOST,
     OUT_DTYPES,
     QUERY_DTYPES,
     KernelConfig,
@@ -220,6 +221,11 @@ class PrefillConfig(KernelConfig):
         choices = self.score, self.skip_softmax, self.short_steps, self.packs_heads
         types = dict(kv_type=self.kv_type, uses_fp8_mma=self.uses_fp8_mma, dtype=self.dtype)
         return self.tile_of(dims, *choices, **types)
+
+    def constraints(self) -> Iterator[tuple[bool, str]]:
+        yield from super().constraints()
+        columns = self.layout.depth[1]
+        yield columns <= MOST, f"a warpgroup has {columns} columns of V, at most {MOST} fit an instruction"
 
     @property
     def pairs_steps(self) -> bool:

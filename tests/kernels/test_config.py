@@ -263,6 +263,38 @@ class TestResources:
             PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0)
 
     @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (dict(m=96), "96 rows of a tile must be a multiple of 64, at most 256"),
+            (dict(m=320), "320 rows of a tile must be a multiple of 64, at most 256"),
+            (dict(n=120), "120 keys of a step must be a multiple of 16, at most 256"),
+            (dict(n=272), "272 keys of a step must be a multiple of 16, at most 256"),
+            (dict(q_stages=3), r"numbers of stages \(3, 2, 2, 2\) must be powers of two"),
+            (dict(kv_stages=0), r"numbers of stages \(2, 0, 0, 0\) must be powers of two"),
+            (
+                dict(producer_registers=36),
+                r"registers of a thread \(36, 232, 232\) must be multiples of 8 from 24 to 256",
+            ),
+            (
+                dict(consumer_registers=16),
+                r"registers of a thread \(40, 16, 16\) must be multiples of 8 from 24 to 256",
+            ),
+        ],
+    )
+    def test_a_tile_that_no_kernel_can_have_is_refused(
+        self, change: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], **change))
+        with pytest.raises(ValueError, match=f"prefill_sm_90a_bf16_d128_causal_contiguous: {message}"):
+            PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0)
+
+    def test_a_product_wider_than_an_instruction_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One warpgroup has all 512 columns of V if two do not share the rows."""
+        monkeypatch.setitem(TILES, (512, 512), replace(TILES[512, 512], splits_v=False))
+        with pytest.raises(ValueError, match="a warpgroup has 512 columns of V, at most 256 fit an instruction"):
+            PrefillConfig(ARCH, "bf16", "bf16", 512, 512, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0)
+
+    @pytest.mark.parametrize(
         ("fetch", "rows"),
         [
             (KvFetch.PAGE_BOXES, 0),

@@ -58,13 +58,15 @@ class Columns:
 
     widths: Mapping[str, int]
 
-    def __post_init__(self) -> None:
-        if self.total > TENSOR_MEMORY_COLUMNS:
-            raise ValueError(f"needs {self.total} columns of tensor memory, {TENSOR_MEMORY_COLUMNS} are there")
-
     @property
     def total(self) -> int:
         return sum(self.widths.values())
+
+    @property
+    def constraint(self) -> tuple[bool, str]:
+        """Whether the columns fit, and the reason if they do not."""
+        fits = self.total <= TENSOR_MEMORY_COLUMNS
+        return fits, f"the kernel needs {self.total} columns of tensor memory, {TENSOR_MEMORY_COLUMNS} are there"
 
     def first(self, name: str) -> int:
         """Return the first column of a name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -94,9 +94,6 @@ class Sm100PrefillConfig(PrefillConfig):
         With more, polynomials take longer than they save (``python -m hopwell.perf model``)."""
         return 2
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            _ = self.columns
-        except ValueError as reason:
-            raise ValueError(f"{self.name} {reason}") from None
+    def constraints(self) -> Iterator[tuple[bool, str]]:
+        yield from super().constraints()
+        yield self.columns.constraint
