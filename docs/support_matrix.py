@@ -7,7 +7,8 @@ import re
 from typing import NamedTuple
 
 from hopwell.kernels import support
-from hopwell.kernels.capability.features import ENTRIES, MISSING, gpus_of, support_matrix
+from hopwell.kernels.capability.features import ENTRIES, gpus_of, support_matrix
+from hopwell.kernels.capability.gpu_runs import MISSING
 
 ROOT = pathlib.Path(__file__).parents[1]
 FULL = ROOT / "docs" / "support.md"

@@ -64,12 +64,6 @@ FAMILY_BUILDS = {"sm_120a": "sm_120f"}
 # and load with TMA, which the others have too. Block-scaled products of sm_120 become plain products there.
 ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
-# Kernels of RUN_ON_HARDWARE have run on GPUs of their architecture; all other kernels have run in the emulator. Kernels
-# of other architectures with the matrix instructions in RUN_ON_HOPPER ("" means none) have also run on a Hopper GPU,
-# compiled for it.
-RUN_ON_HARDWARE = HOPPER
-RUN_ON_HOPPER = ("", hardware.WARP_MMA, f"{hardware.WARP_MMA} e4m3")
-
 
 def arch_of(device: torch.device) -> str:
     """Return the architecture whose kernels a call on ``device`` uses.

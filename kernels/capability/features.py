@@ -15,7 +15,8 @@ from typing import Any
 
 from hopwell.kernels import hardware, registry
 from hopwell.kernels.append.config import CacheType
-from hopwell.kernels.capability import samples
+from hopwell.kernels.capability import gpu_runs, samples
+from hopwell.kernels.capability.gpu_runs import MISSING
 from hopwell.kernels.capability.samples import BF16, FP8, INT8, UINT8
 from hopwell.kernels.masks import MaskKind
 from hopwell.kernels.problem import Family
@@ -33,8 +34,6 @@ from hopwell.kernels.support import (
     MLA_HEAD_DIMS,
     NVFP4_HEAD_DIMS,
     OTHER_HEAD_DIMS,
-    RUN_ON_HARDWARE,
-    RUN_ON_HOPPER,
     SAME_AS,
     XQA,
 )
@@ -79,7 +78,7 @@ class Feature:
         """Return a mark and the matrix instruction for each kernel that serves the cases on ``arch``."""
         if arch not in self.archs:
             return ()
-        return tuple(dict.fromkeys(_mark(one, arch) for one in self._problems))
+        return tuple(dict.fromkeys(_mark(self.key, one, arch) for one in self._problems))
 
 
 def refuse(problem: Any, arch: str) -> str | None:
@@ -449,16 +448,12 @@ def lacking(entry: str, problem: Any, arch: str) -> Feature | None:
     return next((row for row in rows if arch not in row.archs and row.is_asked(problem)), None)
 
 
-RAN, RAN_ON_HOPPER, EMULATED, MISSING = "●", "◐", "○", "-"
-
-
-def _mark(problem: Any, arch: str) -> str:
-    """Return the mark of the kernel that serves ``problem`` on ``arch`` and its matrix instruction."""
+def _mark(key: str, problem: Any, arch: str) -> str:
+    """Return the mark of a row and the matrix instruction of the kernel that serves its ``problem`` on ``arch``."""
     launched = as_launched(problem, arch)
     instruction = registry.implementation(launched.family, arch).resolve(launched, arch).matrix_instruction
-    elsewhere = RAN_ON_HOPPER if instruction in RUN_ON_HOPPER else EMULATED
     cast = "" if launched is problem else " (Q cast to 16 bits)"
-    return f"{RAN if arch in RUN_ON_HARDWARE else elsewhere} {instruction}".strip() + cast
+    return f"{gpu_runs.mark(problem.family, key, arch, instruction)} {instruction}".strip() + cast
 
 
 def gpus_of(archs: Sequence[str]) -> str:

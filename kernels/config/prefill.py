@@ -194,7 +194,10 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def has_short_steps(cls, dims: tuple[int, int], mask: MaskEnum) -> bool:
-        """Return whether kernels with short steps exist besides the kernels without."""
+        """Return whether kernels with short steps exist besides the kernels without.
+
+        A short step has half of the keys, so the same memory holds twice the stages.
+        """
         return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
     @classmethod

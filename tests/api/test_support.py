@@ -11,7 +11,7 @@ from helpers.calls.valid_calls import FORMS, Form
 
 from hopwell import emulator
 from hopwell.kernels import support
-from hopwell.kernels.capability import features
+from hopwell.kernels.capability import features, gpu_runs
 from hopwell.kernels.capability import samples as probes
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.registry import prefill_type, shipped_configs
@@ -87,6 +87,26 @@ def test_a_mark_names_where_a_kernel_has_run_and_its_instruction(entry: str, key
     feature = features.ENTRIES[entry].feature(key)
     assert [", ".join(feature.marks(arch)) for arch in ("sm_90a", "sm_100a", "sm_120a")] == list(marks)
     assert feature.marks("sm_103a") == feature.marks("sm_100a")
+
+
+@pytest.mark.parametrize("entry", [support.FMHA_V2, support.XQA, support.MLA])
+def test_a_new_row_has_the_mark_of_the_emulator_until_it_has_run(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows with the same kernels may have run: a new mask, for example, does not get their mark."""
+    row = next(row for row in features.ENTRIES[entry].features if row.kind == "masks")
+    new = replace(row, key="a_new_mask")
+    assert all(mark.startswith(gpu_runs.EMULATED) for arch in support.ARCHS for mark in new.marks(arch))
+    (problem, *_), hopper = [new.probe(**case) for case in new.cases], gpu_runs.HOPPER_KERNELS
+    ran = hopper | {problem.family: hopper[problem.family] | {new.key}}
+    monkeypatch.setattr(gpu_runs, "HOPPER_KERNELS", ran)
+    assert new.marks("sm_90a") == row.marks("sm_90a")
+    assert all(mark.startswith(gpu_runs.EMULATED) for mark in new.marks("sm_120a")), "with other kernels"
+
+
+def test_rows_that_have_run_are_in_the_table() -> None:
+    rows = [row for entry in features.ENTRIES.values() for row in entry.features if row.cases]
+    keys = {(row.probe(**row.cases[0]).family, row.key) for row in rows}
+    for record in (gpu_runs.HOPPER_KERNELS, gpu_runs.SM120_KERNELS):
+        assert {(family, key) for family, names in record.items() for key in names} <= keys
 
 
 @pytest.mark.parametrize(
