@@ -38,7 +38,7 @@ class DecodeSm90(DecodeKernel):
         warp 3 schedule    work tiles: the rows, the request and the chunk of its keys
         warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
                            partial; if they dequantize in registers, eight independent warps, see dequant_warps.py
-        next four dequantize   8-bit caches with many rows or large head dims: convert K and V to 16 bits in place
+        next four convert  8-bit caches with many rows or large head dims: dequantize K and V in place
         last four combine  assign slots to work tiles and combine partials, so that their atomics and reads do not delay
                            attend; if two warpgroups share V's columns, attend does this itself
 
@@ -51,8 +51,8 @@ class DecodeSm90(DecodeKernel):
         partial   attend -> combine   released once for each work tile when its slot may be written, over 8-bit caches
                                       when the exchange may be; full when it has been written
         With dequantization in place, k and v have two edges each:
-        loaded_k, loaded_v  load_k, load_v -> dequantize   bytes from memory; released on k and v
-        k, v                dequantize -> attend           released as above
+        loaded_k, loaded_v  load_k, load_v -> convert      bytes from memory; released on k and v
+        k, v                convert -> attend              released as above
 
     Steady state: memory is the limit. The work of attend in a step must take less time than the step's loads. Between
     work tiles, loads run ahead by the number of stages.
@@ -72,13 +72,13 @@ class DecodeSm90(DecodeKernel):
     def roles(self) -> dict[str, int]:
         c = self.config
         combine = {"combine": WARPS} if c.has_combine_role else {}
-        dequant = {"dequantize": WARPS} if c.dequantizes_in_place else {}
+        convert = {"convert": WARPS} if c.converts else {}
         attend = {"attend": WARPS * c.consumer_warpgroups}
-        return {**self.loads.roles, **attend, **combine, **dequant, "all others": WARPS * len(c.registers) - 1}
+        return {**self.loads.roles, **attend, **combine, **convert, "all others": WARPS * len(c.registers) - 1}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         in_place = self.config.dequantizes_in_place
-        kv = kv_edges_in_place(self, roles, "dequantize") if in_place else self.loads.edges(roles, self.reader)
+        kv = kv_edges_in_place(self, roles) if in_place else self.loads.edges(roles, self.reader)
         partials = [roles.edge("partial", "attend", "combine", 1)] if self.config.has_combine_role else []
         return self.q_edge(roles), *kv, self._work_edge(roles), *partials
 

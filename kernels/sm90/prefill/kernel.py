@@ -230,7 +230,7 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
         q_bytes = t.m * c.layout.q_columns * HALFWORD_BYTES
         by_lanes = dict(consumer_lanes=LANES) if self.reader is not Reader.TENSOR_CORES else {}
         if c.dequantizes_in_place:
-            kv = kv_edges_in_place(self, roles, "convert")
+            kv = kv_edges_in_place(self, roles)
         else:
             converted = (c.dequantizes, c.dequantizes or c.transposes_v)
             kv = self._kv_edges(
