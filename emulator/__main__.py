@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import HostError
-from .options import ARCHITECTURES
+from .options import ARCHITECTURES, CHECKS
 
 
 def _selftest(args: argparse.Namespace) -> int:
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--sms", type=int, default=2, help="SMs that the emulated device has")
     p.add_argument("--schedule", default="eager")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--check", action="append", default=[], choices=["race", "proxy", "strict"])
+    p.add_argument("--check", action="append", default=[], choices=CHECKS)
     p.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, after --")
     p.set_defaults(run=_example)
 

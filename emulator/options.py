@@ -2,7 +2,7 @@
 
 ``use("sm_100a", schedule="random", seed=3)`` applies inside a ``with`` block. Otherwise environment variables decide:
 HOPWELL_EMULATE (an architecture, or ``off``), HOPWELL_EMULATE_SCHEDULE, HOPWELL_EMULATE_SEED, HOPWELL_EMULATE_CHECKS (a
-comma-separated list out of race, proxy, strict; ``none``) and HOPWELL_EMULATE_WORKERS.
+comma-separated list out of race, proxy, sync, strict; ``none``) and HOPWELL_EMULATE_WORKERS.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hopwell.kernels.jit import settings
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 SCHEDULES = ("eager", "late", "random", "priority")
+CHECKS = ("race", "proxy", "sync", "strict")
 NUMERICS = ("auto", "hardware", "fast")
 
 RESERVED_BYTES = 1024  # shared memory that the system reserves for each CTA
@@ -53,6 +54,8 @@ class Options:
     seed: of ``random`` and ``priority``; a failure prints it.
     race, proxy: detect accesses that nothing orders, and asynchronous reads of generic writes without
     fence.proxy.async.
+    sync: detect warps that wait for each other at different instructions of an aligned barrier. Hardware permits it,
+    and compute-sanitizer's synccheck reports it.
     strict: reads of registers, shared memory and tensor memory that were never written are errors.
     hazards: ``raise`` at the end of the launch that had them, or ``report`` only.
     banks: count shared-memory bank conflicts.
@@ -70,6 +73,7 @@ class Options:
     seed: int = 0
     race: bool = False
     proxy: bool = False
+    sync: bool = False
     strict: bool = False
     hazards: str = "raise"
     banks: bool = True
@@ -102,13 +106,13 @@ class Options:
     def describe(self) -> str:
         """Return the settings that reproduce the schedule."""
         seed = f", seed={self.seed}" if self.schedule in ("random", "priority") else ""
-        checks = "".join(f", {name}=True" for name in ("race", "proxy", "strict") if getattr(self, name))
+        checks = "".join(f", {name}=True" for name in CHECKS if getattr(self, name))
         return f"hopwell.emulator.use({self.arch!r}, schedule={self.schedule!r}{seed}{checks})"
 
 
 def _from_environment() -> Options:
     arch = settings.choice("HOPWELL_EMULATE", ("off", *ARCHITECTURES), DEFAULT_ARCH)
-    checks = settings.choices("HOPWELL_EMULATE_CHECKS", ("race", "proxy", "strict"))
+    checks = settings.choices("HOPWELL_EMULATE_CHECKS", CHECKS)
     return Options(
         arch=None if arch == "off" else arch,
         schedule=settings.choice("HOPWELL_EMULATE_SCHEDULE", SCHEDULES, "eager"),
@@ -116,6 +120,7 @@ def _from_environment() -> Options:
         workers=settings.count("HOPWELL_EMULATE_WORKERS"),
         race="race" in checks,
         proxy="proxy" in checks,
+        sync="sync" in checks,
         strict="strict" in checks,
     )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -25,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("HOPWELL_EMULATE_CHECKS", "sync")  # of every emulated launch of the tests
     names = sorted(set(config.getoption("set") or ()))
     if len(names) > 1:
         raise pytest.UsageError(f"{' and '.join(names)}: give one of them, or none for all tests")

@@ -10,6 +10,7 @@ from ..native.layout import (
     HAZARD_BARRIER,
     HAZARD_GLOBAL,
     HAZARD_PROXY,
+    HAZARD_SITE,
     OFFSET_MASK,
     RANK_SHIFT,
     SMEM_BASE,
@@ -96,11 +97,6 @@ def _barrier(machine: Machine, e: Fault, name: str) -> EmulatorError | None:
         return BarrierFault(f"barrier {e.address}: thread count {e.extra} is not a positive multiple of 32")
     if name == "BARRIER_OVERFLOW":
         return BarrierFault(f"barrier {e.address}: {e.extra} threads arrived, more than it expects")
-    if name == "BARRIER_SITE":
-        return BarrierFault(
-            f"barrier {e.address}: others wait at another instruction, {machine.where(e.extra2)}, "
-            f"for which the barrier has to be one without .aligned"
-        )
     if name == "BARRIER_ID":
         return BarrierFault(f"barrier {e.address}: there are barriers 0 to 15")
     if name == "CLUSTER_BARRIER":
@@ -175,6 +171,11 @@ def agent_name(cluster: Cluster, agent: int) -> str:
 
 def hazard_text(machine: Machine, h: HazardState) -> str:
     """Describe a hazard in one sentence and name its two places."""
+    if h.kind == HAZARD_SITE:
+        return (
+            f"sync: warps wait for each other at two instructions of the aligned barrier {h.cell} [{h.count}x]\n"
+            f"    {machine.where(h.other_pc)}\n    {machine.where(h.pc)}, by warp {h.agent} of rank {h.rank}"
+        )
     names = machine.agent_names
     first = names.get((h.cluster, h.agent), "?")
     second = names.get((h.rank if h.kind == HAZARD_GLOBAL else h.cluster, h.other_agent), "?")

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import faults
-
 if TYPE_CHECKING:
     from ..machine.machine import Machine
 
@@ -66,7 +64,7 @@ class LaunchReport:
     classes: warp instructions by class (see CLASSES). opcodes: by full opcode.
     totals: what the engines counted: "tensor load bytes", "tensor store bytes", "matrix flops", ...
     shared: per load or store of shared memory, its wavefronts (bank conflicts are those beyond the ideal).
-    hazards: sentences of the race detector and the proxy check. warnings: text -> occurrences.
+    hazards: sentences of the race detector and of the proxy and sync checks. warnings: text -> occurrences.
     never_written: (name, elements, first element) of output tensors that were not written completely.
     """
 
@@ -95,8 +93,7 @@ class LaunchReport:
         for name, n in (("matrix flops", m.state.matrix_flops), ("tensor load bytes", m.state.tma_load_bytes)):
             if n:
                 r.totals[name] = r.totals.get(name, 0) + n
-        m.name_hazards(m.active)
-        r.hazards = [faults.hazard_text(m, m.hazards[k]) for k in range(m.state.n_hazards)]
+        r.hazards = m.hazard_texts()
         r.never_written = m.memory.never_written()
         for pc, instr in enumerate(m.kernel.instrs):
             n = int(m.count[pc])

@@ -24,6 +24,7 @@ from ..native.layout import (
     FLAG_PROXY,
     FLAG_RACE,
     FLAG_STRICT,
+    FLAG_SYNC,
     FLAG_UNINIT_GLOBAL,
     MAX_HAZARDS,
     RUN_ERROR,
@@ -73,6 +74,7 @@ class Machine:
         self.warnings: dict[str, int] = {}
         self.totals: dict[str, int] = {}  # counted by engines: bytes copied, matrix operations
         self.events_issued = 0
+        self.other_hazards: list[str] = []  # found by other processes
         self.agent_names: dict[tuple[int, int], str] = {}  # (cluster, agent) in a hazard
         gx, gy, gz = launch.grid
         cx, cy, cz = launch.cluster
@@ -118,6 +120,7 @@ class Machine:
         s.flags = (
             (FLAG_RACE if o.race else 0)
             | (FLAG_PROXY if o.proxy else 0)
+            | (FLAG_SYNC if o.sync else 0)
             | (FLAG_STRICT | FLAG_UNINIT_GLOBAL if o.strict else 0)
             | (FLAG_CAREFUL if o.strict or self.tracked else 0)
             | (FLAG_BANKS if o.banks else 0)
@@ -287,6 +290,11 @@ class Machine:
         for k in range(self.state.n_hazards):
             faults.remember_agents(self, self.hazards[k], clusters)
 
+    def hazard_texts(self) -> list[str]:
+        self.name_hazards(self.active)
+        texts = [faults.hazard_text(self, self.hazards[k]) for k in range(self.state.n_hazards)]
+        return [*texts, *self.other_hazards]
+
     # ------------------------------------------------------------------ the loop
     def run(self) -> LaunchReport:
         started = time.perf_counter()
@@ -401,6 +409,7 @@ class Machine:
         for counts in (self.count, self.lanes, self.bank_ideal, self.bank_passes, self.blocked):
             counts[...] = 0
         self.totals, self.warnings = {}, {}
+        self.state.n_hazards = 0
         self.state.instructions = self.state.matrix_flops = self.state.tma_load_bytes = 0
         self.next_index = self.n_clusters * number
 
@@ -410,6 +419,7 @@ class Machine:
             "blocked": self.blocked,
             "totals": self.totals,
             "warnings": self.warnings,
+            "hazards": self.hazard_texts(),
             "scalars": (self.state.instructions, self.state.matrix_flops, self.state.tma_load_bytes),
         }
 
@@ -421,6 +431,7 @@ class Machine:
         for counts, more in ((self.totals, other["totals"]), (self.warnings, other["warnings"])):
             for key, n in more.items():
                 counts[key] = counts.get(key, 0) + n
+        self.other_hazards += other["hazards"]
         s = self.state
         instructions, flops, load = other["scalars"]
         s.instructions, s.matrix_flops, s.tma_load_bytes = (

@@ -51,15 +51,16 @@ static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
   w->pred[i->o[0]] = (w->pred[i->o[0]] & ~m) | (v & m);
 }
 
-/* PTX ISA, "barrier": .aligned, which bar implies, promises that all threads execute the same barrier; arrivals may be
- * mixed in. So those who wait are held to it, as synccheck does; hardware lets them pass. Returns the instruction of
- * the others. */
-static const insn *other_site(machine *M, named_barrier *b, const insn *i) {
+/* PTX ISA, "barrier": .aligned, which bar implies, promises that all threads of a warp execute the same barrier. Warps may
+ * wait at different instructions, and arrivals may be mixed in. compute-sanitizer's synccheck reports such a meeting. */
+static void check_site(machine *M, warp *w, named_barrier *b, const insn *i, u32 id) {
   i32 here = (i32)(i - M->insns) + 1;
-  if (i->aux == 1) return NULL;
+  if (i->aux == 1) return;
   if (!b->site) b->site = here;
   const insn *first = M->insns + b->site - 1;
-  return b->site != here && ((i->imm | first->imm) & 2) ? first : NULL;
+  if (b->site != here && ((i->imm | first->imm) & 2) && M->flags & FLAG_SYNC)
+    hazard_report(M, (hazard){.kind = HAZARD_SITE, .pc = here - 1, .other_pc = b->site - 1, .agent = w->id,
+                              .rank = (i32)w->cta->rank, .cluster = w->cta->cluster->index, .cell = id});
 }
 
 EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
@@ -82,11 +83,7 @@ EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     M->err.extra2 = (u64)b->expected;
     return fail(M, w, i, ERR_BARRIER_COUNT, -1, id, (u64)n);
   }
-  const insn *other = other_site(M, b, i);
-  if (other) {
-    M->err.extra2 = (u64)(other - M->insns);
-    return fail(M, w, i, ERR_BARRIER_SITE, -1, id, 0);
-  }
+  check_site(M, w, b, i, id);
   if (!b->arrived) b->reduce_popc = 0, b->reduce_and = 1, b->reduce_or = 0;
   b->whole = whole;
   b->expected = n;

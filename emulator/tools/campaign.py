@@ -29,7 +29,7 @@ from ..ptx import Kernel
 from .faults import Fault, faults
 
 SCHEDULES: list[dict[str, Any]] = [
-    {"schedule": "eager", "race": True, "proxy": True, "strict": True},
+    {"schedule": "eager", "race": True, "proxy": True, "sync": True, "strict": True},
     {"schedule": "late"},
     {"schedule": "random", "seed": 1},
     *({"schedule": "priority", "seed": k} for k in range(1, 4)),

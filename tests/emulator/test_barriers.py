@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.device.ptx import empty, run_ptx
 
-from hopwell.emulator import BarrierFault, Deadlock
+from hopwell.emulator import BarrierFault, Deadlock, Hazard
 from hopwell.emulator.machine import machine
 
 INIT = "mov.u32 %r1, smem; setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [%r1], {count}; bar.sync 0;\n"
@@ -160,19 +160,21 @@ def test_conflicting_thread_counts():
         )
 
 
-def meeting_of_two(branch, other, block=64):
+def meeting_of_two(branch, other, block=64, **settings):
     """Let the first warp wait at one instruction, and the others at another."""
-    run_ptx(f"setp.eq.u32 %p1, %warp, 0; @%p1 bra ONE; {other} 1, {block}; bra DONE; ONE: {branch} 1, {block}; DONE:",
-            block=block)  # fmt: skip
+    body = f"@%p1 bra ONE; {other} 1, {block}; bra DONE; ONE: {branch} 1, {block}; DONE:"
+    return run_ptx("setp.eq.u32 %p1, %warp, 0; " + body, block=block, **settings)
 
 
 SYNC, ALIGNED = "barrier.sync", "barrier.sync.aligned"
 
 
 @pytest.mark.parametrize(("branch", "other"), [("bar.sync", "bar.sync"), (SYNC, ALIGNED), (ALIGNED, SYNC)])
-def test_aligned_barriers_wait_at_one_instruction(branch, other):
-    with pytest.raises(BarrierFault, match="others wait at another instruction"):
-        meeting_of_two(branch, other)
+def test_warps_that_meet_at_two_aligned_barriers_are_a_hazard(branch, other):
+    with pytest.raises(Hazard, match=r"sync: warps wait for each other at two instructions of the aligned barrier 1"):
+        meeting_of_two(branch, other)  # conftest.py switches the check on
+    assert len(meeting_of_two(branch, other, hazards="report").hazards) == 1
+    assert not meeting_of_two(branch, other, sync=False).hazards
 
 
 @pytest.mark.parametrize(("branch", "other"), [(SYNC, SYNC), ("bar.sync", "bar.arrive")])
