@@ -98,7 +98,9 @@ def barrier(c: Context, i: Instr) -> Op:
 
 @decodes("barrier.cluster")
 def cluster_barrier(c: Context, i: Instr) -> Op:
-    return c.system("cluster_arrive" if "arrive" in i.parts else "cluster_wait")
+    if "arrive" in i.parts:
+        return c.system("cluster_arrive", aux=int("relaxed" in i.parts))
+    return c.system("cluster_wait")
 
 
 # ------------------------------------------------------------------ mbarriers
@@ -124,7 +126,7 @@ def mbarrier_arrive(c: Context, i: Instr) -> Op:
     args = list(i.args)
     state = NONE if isinstance(args[0], Mem) else c.dst_or_none(args.pop(0))
     row, off, wide = c.address(args[0])
-    aux |= 8 if wide else 0
+    aux |= (8 if wide else 0) | (16 if "relaxed" in p else 0)
     count = c.src(args[1], "u32") if len(args) > 1 else NONE
     return c.system("mbar_arrive", state, row, count, imm=off, aux=aux)
 
@@ -135,7 +137,7 @@ def mbarrier_wait(c: Context, i: Instr) -> Op:
     row, off, wide = c.address(i.args[1])
     phase = c.src(i.args[2], "b32" if parity else "b64")
     aux = int(i.parts[1] == "test_wait") | (2 if parity else 0) | (8 if wide else 0)
-    aux |= 4 if getattr(i, "flipped", False) else 0
+    aux |= (4 if getattr(i, "flipped", False) else 0) | (16 if "relaxed" in i.parts else 0)
     d = i.args[0].a if isinstance(i.args[0], Pair) else i.args[0]
     return c.system("mbar_wait", c.pred_dst(d), row, phase, imm=off, aux=aux)
 
@@ -157,9 +159,12 @@ def fence(c: Context, i: Instr) -> Op:
     return c.nop()
 
 
-@decodes(
-    "griddepcontrol", "nanosleep", "pragma", "tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"
-)
+@decodes("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+def tensor_fence(c: Context, i: Instr) -> Op:
+    return c.system("tensor_fence", aux=int("fence::after_thread_sync" in i.parts))
+
+
+@decodes("griddepcontrol", "nanosleep", "pragma")
 def no_effect(c: Context, i: Instr) -> Op:
     """Decode an instruction without effect here: register budgets, time and dependent launch.
 

@@ -11,9 +11,11 @@ from ..native.layout import (
     HAZARD_GLOBAL,
     HAZARD_PROXY,
     HAZARD_SITE,
+    HAZARD_TENSOR_FENCE,
     OFFSET_MASK,
     RANK_SHIFT,
     SMEM_BASE,
+    TMEM_SENT,
     Fault,
     HazardState,
 )
@@ -193,6 +195,9 @@ def hazard_text(machine: Machine, h: HazardState) -> str:
         space = f"shared memory of rank {h.rank}, {shared_name(machine, h.cell * 4)}"
     if h.kind == HAZARD_PROXY:
         head = f"proxy: asynchronous {verb} of a generic {other} without fence.proxy.async"
+    elif h.kind == HAZARD_TENSOR_FENCE:
+        missing = "after_thread_sync precedes it" if h.tmem == TMEM_SENT else f"before_thread_sync follows the {other}"
+        head = f"fence: barriers order {verb} after {other}, but no tcgen05.fence::{missing}"
     else:
         head = f"race: {verb} is not ordered after {other}"
     return (

@@ -10,7 +10,18 @@ import numpy as np
 from ..decode.op import Context, Op, decodes
 from ..errors import BarrierFault, MemoryFault, Unsupported
 from ..machine.state import Cluster, Cta, Warp, array_at, lanes_of
-from ..native.layout import OFFSET_MASK, TOUCH_ASYNC, TOUCH_READ, TOUCH_WRITE, MBarrierState
+from ..native.layout import (
+    CLOCK_KNOWN,
+    CLOCK_LANE,
+    CLOCK_WARP,
+    OFFSET_MASK,
+    SHARED_PARTS,
+    TOUCH_ASYNC,
+    TOUCH_READ,
+    TOUCH_WRITE,
+    WARP_PARTS,
+    MBarrierState,
+)
 from ..ptx import Instr
 
 if TYPE_CHECKING:
@@ -24,10 +35,15 @@ def clock_copy(m: Machine, w: Warp, lane: int | None = None) -> np.ndarray:
     An operation of one lane does not cover actions of other lanes since the last bar.warp.sync (native/shadow.c,
     core_clock_cut).
     """
-    out = array_at(w.vc_address, 2 * m.state.cap, np.int32).copy()
+    out = array_at(w.vc_address, WARP_PARTS * m.state.cap, np.int32).copy()
     if lane is not None:
         m.core.core_clock_cut(m.address, w.address, 1 << lane, out.ctypes.data)
     return out
+
+
+def warp_clock(m: Machine, w: Warp) -> np.ndarray:
+    """Return the warp's own vector clock, [WARP_PARTS][agents]."""
+    return array_at(w.vc_address, WARP_PARTS * m.state.cap, np.int32).reshape(WARP_PARTS, -1)
 
 
 def join(into: int, source: int, n: int) -> None:
@@ -47,7 +63,8 @@ def stream(m: Machine, w: Warp, kind: str, lane: int | None = None) -> tuple[np.
     clocks = cluster.engine.setdefault("stream clocks", {})
     clock = clocks[agent] = clocks.get(agent, 0) + 1
     stamp = clock_copy(m, w, lane)
-    stamp[agent] = clock
+    own = stamp.reshape(WARP_PARTS, -1)
+    own[CLOCK_KNOWN, agent] = own[CLOCK_WARP, agent] = clock
     keep(m, cluster, stamp)
     return stamp, agent, clock
 
@@ -55,8 +72,9 @@ def stream(m: Machine, w: Warp, kind: str, lane: int | None = None) -> tuple[np.
 def learn(m: Machine, w: Warp, agent: int, clock: int) -> None:
     """Record in the warp's clock that this operation of a stream is complete."""
     if agent:
-        vc = array_at(w.vc_address, m.state.cap, np.int32)
-        vc[agent] = max(int(vc[agent]), clock)
+        vc = warp_clock(m, w)
+        for part in (CLOCK_KNOWN, CLOCK_WARP, CLOCK_LANE):
+            vc[part, agent] = max(int(vc[part, agent]), clock)
 
 
 def mbarrier(m: Machine, w: Warp, pc: int, address: int) -> MBarrierState:
@@ -196,7 +214,7 @@ class BulkCopyOp:
             for cta, signal in targets:
                 b = mbarrier(m, w, pc, signal)
                 stamp = clock_copy(m, w, lane)
-                join(b.vc, stamp.ctypes.data, 2 * m.state.cap)
+                join(b.vc, stamp.ctypes.data, SHARED_PARTS * m.state.cap)
                 agent, clock = b.agent, b.phase + 1
                 stamp[agent] = clock
                 keep(m, cluster, stamp)

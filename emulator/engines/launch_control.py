@@ -8,7 +8,7 @@ import numpy as np
 
 from ..decode.op import Context, Op, decodes, items
 from ..machine.state import Warp, first_lane
-from ..native.layout import TOUCH_ASYNC, TOUCH_WRITE
+from ..native.layout import SHARED_PARTS, TOUCH_ASYNC, TOUCH_WRITE
 from ..ptx import SINK, Instr
 from .bulk import clock_copy, join, keep, mbarrier
 
@@ -37,7 +37,7 @@ def try_cancel(c: Context, i: Instr) -> Op:
             for t, s in targets:
                 b = mbarrier(m, w, i.pc, s)
                 stamp = clock_copy(m, w, lane)
-                join(b.vc, stamp.ctypes.data, 2 * m.state.cap)
+                join(b.vc, stamp.ctypes.data, SHARED_PARTS * m.state.cap)
                 stamp[b.agent] = b.phase + 1
                 keep(m, cluster, stamp)
                 m.core.core_shadow_bytes(

@@ -10,11 +10,11 @@ import numpy as np
 from ..decode.op import Context, Op, decodes
 from ..errors import EmulatorError, MemoryFault, Unsupported
 from ..machine.state import Cta, Warp, first_lane, lanes_of
-from ..native.layout import OFFSET_MASK, TOUCH_ASYNC, TOUCH_READ
+from ..native.layout import OFFSET_MASK
 from ..ptx import Instr
 from .tensor_core import chunks
 from .tensor_memory import tensor_memory, touch
-from .tensor_queue import group_ctas, queue_clock, queue_key
+from .tensor_queue import commit_clock, group_ctas, queue_key, queue_mark, touch_chunks
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -55,14 +55,11 @@ class Copy:
         column, width = address & 0xFFFF, self.bits // 32
         index = chunks(m, descriptor, self.rows, self.bits // 8, True, 2)
         if m.tracked:
-            stamp, q = queue_clock(m, w, ctas)
+            mark = queue_mark(m, w, ctas)
             for cta in ctas:
                 tensor_memory(m, cta)
-                m.core.core_shadow_chunks(
-                    m.address, cta.address, index.ctypes.data, index.size, TOUCH_READ | TOUCH_ASYNC, q.agent, q.clock,
-                    stamp.ctypes.data, self.pc,
-                )  # fmt: skip
-                touch(m, cta, np.arange(128), column + np.arange(width), True, q.agent, q.clock, stamp, self.pc)
+                touch_chunks(m, cta, index, mark, self.pc)
+                touch(m, cta, np.arange(128), column + np.arange(width), True, mark, self.pc)
         what = f"tcgen05.cp: {m.where(self.pc)}"
         m.add("tensor memory copy bytes", self.rows * self.bits // 8 * len(ctas))
         m.post(lambda: self.run(m, ctas, index, address, what), queue_key(ctas), what, w.cta.cluster, self.pc)
@@ -144,10 +141,10 @@ def shift(c: Context, i: Instr) -> Op:
         if first % 32:  # PTX ISA, "tcgen05.shift": the lane of the address is a multiple of 32
             raise MemoryFault(f"{w}: tcgen05.shift from lane {first}, not a multiple of 32\n  {m.where(i.pc)}")
         if m.tracked:
-            stamp, q = queue_clock(m, w, ctas)
+            mark = queue_mark(m, w, ctas)
             for cta in ctas:
                 tensor_memory(m, cta)
-                touch(m, cta, first + np.arange(32), column + np.arange(8), True, q.agent, q.clock, stamp, i.pc)
+                touch(m, cta, first + np.arange(32), column + np.arange(8), True, mark, i.pc)
 
         def move() -> None:
             for cta in ctas:
@@ -183,7 +180,7 @@ def commit(c: Context, i: Instr) -> Op:
             if ranks_row is not None:
                 ranks = w.get16(ranks_row, lane)
                 targets = [r << 24 | address & OFFSET_MASK for r in range(16) if ranks >> r & 1]
-            stamp = queue_clock(m, w, ctas)[0] if m.tracked else None
+            stamp = commit_clock(m, w, ctas) if m.tracked else None
 
             def arrive(targets=targets, stamp=stamp) -> None:
                 for target in targets:

@@ -16,11 +16,10 @@ from ..decode.mma import FORMAT
 from ..decode.op import Context, Op, decodes, items
 from ..errors import EmulatorError, MemoryFault, UninitializedRead, Unsupported
 from ..machine.state import Cta, Warp, first_lane
-from ..native.layout import TOUCH_ASYNC, TOUCH_READ
 from ..ptx import Imm, Instr, Mem, Vec
 from .instruction_descriptor import K_BYTES, PACK_BYTE, PACK_CHUNK, PACK_TIGHT, Shape, parse_shape
 from .tensor_memory import tensor_memory, touch
-from .tensor_queue import group_ctas, queue_clock, queue_key
+from .tensor_queue import group_ctas, queue_key, queue_mark, touch_chunks
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -167,45 +166,22 @@ class Job:
 
     # -- detectors
     def track(self, m: Machine, w: Warp) -> None:
-        s = self.shape
-        stamp, q = queue_clock(m, w, self.ctas)
+        s, pc = self.shape, self.op.pc
+        mark = queue_mark(m, w, self.ctas)
         for cta in self.ctas:
             tensor_memory(m, cta)
-            operands = [self.b_chunks(m)] + ([] if self.op.a_in_tmem else [self.a_chunks(m)])
-            for index in operands:
-                m.core.core_shadow_chunks(
-                    m.address, cta.address, index.ctypes.data, index.size, TOUCH_READ | TOUCH_ASYNC, q.agent, q.clock,
-                    stamp.ctypes.data, self.op.pc,
-                )  # fmt: skip
+            touch_chunks(m, cta, self.b_chunks(m), mark, pc)
             if self.op.a_in_tmem:
                 lanes = (self.a >> 16 & 0xFFFF) + s.lanes()
-                touch(
-                    m,
-                    cta,
-                    lanes,
-                    (self.a & 0xFFFF) + np.arange(K_BYTES // 4),
-                    False,
-                    q.agent,
-                    q.clock,
-                    stamp,
-                    self.op.pc,
-                )
+                touch(m, cta, lanes, (self.a & 0xFFFF) + np.arange(K_BYTES // 4), False, mark, pc)
+            else:
+                touch_chunks(m, cta, self.a_chunks(m), mark, pc)
             if s.scales:
                 for base, rows in ((self.sf_a, s.rows), (self.sf_b, self.b_scale_rows())):
                     columns = (base & 0xFFFF) + np.arange(self.scale_columns(rows))
-                    touch(m, cta, np.arange(128), columns, False, q.agent, q.clock, stamp, self.op.pc)
+                    touch(m, cta, np.arange(128), columns, False, mark, pc)
             lanes = (self.d >> 16 & 0xFFFF) + self.d_lanes()
-            touch(
-                m,
-                cta,
-                lanes,
-                (self.d & 0xFFFF) + np.arange(self.d_columns()),
-                True,
-                q.agent,
-                q.clock,
-                stamp,
-                self.op.pc,
-            )
+            touch(m, cta, lanes, (self.d & 0xFFFF) + np.arange(self.d_columns()), True, mark, pc)
 
     # -- execution
     def run(self, m: Machine) -> None:

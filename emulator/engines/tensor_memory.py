@@ -6,7 +6,7 @@ Fragment layouts of the load and store shapes: PTX ISA, "tcgen05 data movement s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,17 @@ from ..native.layout import (
     AUX_MOVE,
     BUSY_LOAD,
     BUSY_NO,
+    CLOCK_KNOWN,
+    CLOCK_WARP,
     FULL,
     KIND_LANE,
     TOUCH_ASYNC,
     TOUCH_READ,
     TOUCH_WRITE,
+    WARP_PARTS,
 )
 from ..ptx import Imm, Instr
-from .bulk import learn, stream
+from .bulk import clock_copy, join, learn, stream
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -43,6 +46,7 @@ class TensorMemory:
         self.allocated: dict[int, int] = {}
         self.released: list[tuple[int, int]] = []
         self.relinquished = False
+        self.freed: np.ndarray | None = None  # what the warps that have freed columns knew
 
     def check(self, m: Machine, column: int, n: int, what: str) -> None:
         for start, size in self.allocated.items():
@@ -100,6 +104,8 @@ def alloc(c: Context, i: Instr) -> Op:
         start, size = tm.free[fit]
         tm.free[fit : fit + 1] = [(start + n, size - n)] if size > n else []
         tm.allocated[start] = n
+        if m.tracked and tm.freed is not None:
+            join(w.vc_address, tm.freed.ctypes.data, tm.freed.size)
         cta, offset = w.cta.cluster.resolve(target.of(w, lane) & 0xFFFFFFFF)
         cta.smem[offset : offset + 4].view(np.uint32)[0] = start
         if cta.init is not None:
@@ -134,12 +140,25 @@ def dealloc(c: Context, i: Instr) -> Op:
         tm = tensor_memory(m, w.cta)
         if tm.allocated.pop(start, None) != n:
             raise MemoryFault(f"{w}: tcgen05.dealloc of columns {start}+{n} matches no allocation\n  {m.where(i.pc)}")
+        if m.tracked:
+            free_clock(m, w, tm, start + np.arange(n), i.pc)
         tm.released.append((start, n))
         tm.free = sorted([*tm.free, (start, n)])
         m.progress()
         return None
 
     return c.python(run)
+
+
+def free_clock(m: Machine, w: Warp, tm: TensorMemory, columns: np.ndarray, pc: int) -> None:
+    """Record a dealloc: barriers must order all accesses before it, and it needs no fence.
+
+    PTX ISA, "issue granularity": it suffices that no access is concurrent.
+    """
+    clock = clock_copy(m, w).reshape(WARP_PARTS, -1)
+    clock[CLOCK_WARP] = clock[CLOCK_KNOWN]
+    touch(m, w.cta, np.arange(LANES), columns, True, Mark(w.state.agent, own_clock(w), clock), pc)
+    tm.freed = clock if tm.freed is None else np.maximum(tm.freed, clock)
 
 
 @decodes("tcgen05.relinquish_alloc_permit")
@@ -230,20 +249,32 @@ class Transfer:
 
     def track(self, m: Machine, w: Warp, lanes: np.ndarray, columns: np.ndarray, write: bool) -> tuple[int, int]:
         stamp, agent, clock = stream(m, w, "tcgen05.st" if write else "tcgen05.ld")
-        touch(m, w.cta, lanes, columns, write, agent, clock, stamp, self.pc)
+        if write:
+            w.state.tensor_stores = agent
+        else:
+            w.state.tensor_loads = agent
+        touch(m, w.cta, lanes, columns, write, Mark(agent, clock, stamp), self.pc)
         return agent, clock
 
 
-def touch(
-    m: Machine, cta: Cta, lanes, columns, write: bool, agent: int, clock: int, stamp: np.ndarray, pc: int
-) -> None:
+class Mark(NamedTuple):
+    """Agent, clock and knowledge of an access to tensor memory; ``how`` is TOUCH_LANE if one thread issues it."""
+
+    agent: int
+    clock: int
+    stamp: np.ndarray
+    how: int = 0
+
+
+def touch(m: Machine, cta: Cta, lanes, columns, write: bool, mark: Mark, pc: int) -> None:
     """Record a block of cells in the race detector: each run of neighbouring columns, for whole groups of 16 lanes."""
     groups = 0
     for g in np.unique(np.ravel(lanes) // 16):
         groups |= 1 << int(g)
-    kind = TOUCH_ASYNC | (TOUCH_WRITE if write else TOUCH_READ)
+    kind = mark.how | TOUCH_ASYNC | (TOUCH_WRITE if write else TOUCH_READ)
+    vc = mark.stamp.ctypes.data
     for first, n in runs(np.unique(columns)):
-        m.core.core_shadow_tmem(m.address, cta.address, groups, first, n, kind, agent, clock, stamp.ctypes.data, pc)
+        m.core.core_shadow_tmem(m.address, cta.address, groups, first, n, kind, mark.agent, mark.clock, vc, pc)
 
 
 def runs(sorted_columns: np.ndarray) -> list[tuple[int, int]]:
@@ -298,12 +329,18 @@ class Load(Transfer):
         return None
 
 
-def complete_loads(m: Machine, w: Warp) -> None:
+def write_registers(w: Warp) -> None:
     for load in w.tmem_loads:
         if load.run is not None:
             load.run()
+            load.run = None
         w.state.n_busy -= int((w.busy[load.slots] == BUSY_LOAD).sum())
         w.busy[load.slots] = BUSY_NO
+
+
+def complete_loads(m: Machine, w: Warp) -> None:
+    write_registers(w)
+    for load in w.tmem_loads:
         if m.tracked:
             learn(m, w, load.agent, load.clock)
     w.tmem_loads.clear()
@@ -313,12 +350,16 @@ def touched_early(m: Machine, w: Warp) -> None:
     """Complete a pending load when an instruction uses one of its registers.
 
     ptxas tracks such registers, and shipped kernels rely on that. PTX itself requires tcgen05.wait::ld before the use.
-    Strict mode enforces this rule, except for moves, which compilers place before the wait.
+    Strict mode enforces this rule, except for moves, which compilers place before the wait. The use of a register does
+    not order the load before later accesses to tensor memory (PTX ISA, "register dependencies, same thread").
     """
     insn = m.program.insns[m.state.ev_pc]
     if m.options.strict and not (insn.kind == KIND_LANE and insn.aux & AUX_MOVE):
         raise Hazard(f"{w} uses the result of tcgen05.ld before tcgen05.wait::ld\n  at {m.where(m.state.ev_pc)}")
-    complete_loads(m, w)
+    if m.options.strict:
+        write_registers(w)
+    else:
+        complete_loads(m, w)
 
 
 @decodes("tcgen05.ld")

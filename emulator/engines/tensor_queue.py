@@ -1,15 +1,17 @@
-"""The queue of tensor-core work of a CTA or CTA pair, and its clock for the race detector."""
+"""The queue of tensor-core work of a CTA or CTA pair, and its clocks for the race detector."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import EmulatorError
-from ..machine.state import Cta, Warp
-from .bulk import join, keep
+from ..machine.state import Cluster, Cta, Warp
+from ..native.layout import CLOCK_KNOWN, CLOCK_LANE, CLOCK_SENT, TOUCH_ASYNC, TOUCH_LANE, TOUCH_READ, WARP_PARTS
+from .bulk import clock_copy, keep, warp_clock
+from .tensor_memory import Mark
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -32,23 +34,59 @@ def queue_key(ctas: list[Cta]) -> tuple:
 
 @dataclass
 class QueueClock:
-    """The tensor-core queue's clock for the race detector."""
+    """Agents and clock of the tensor-core work that one warp issues.
 
-    agent: int
+    The clock of ``issued`` counts the operations too. Tensor-core work is pipelined: it is ordered behind an operation
+    as soon as it is ordered behind its issue. All else waits for tcgen05.commit.
+    """
+
+    done: int
+    issued: int
     clock: int = 0
-    vc: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
-def queue_clock(m: Machine, w: Warp, ctas: list[Cta]) -> tuple[np.ndarray, QueueClock]:
-    """Advance the queue's clock for one operation issued by ``w``."""
-    cluster, key = w.cta.cluster, queue_key(ctas)
-    q = cluster.engine.get(("clock", key))
+def queues_of(cluster: Cluster) -> dict[tuple, QueueClock]:
+    return cluster.engine.setdefault("tensor queues", {})
+
+
+def advance(m: Machine, w: Warp, ctas: list[Cta]) -> tuple[np.ndarray, QueueClock]:
+    """Advance the clock for an operation that ``w`` issues; return what the operation knows, [WARP_PARTS][agents]."""
+    cluster, key = w.cta.cluster, (*queue_key(ctas), w.cta.rank, w.id)
+    queues = queues_of(cluster)
+    q = queues.get(key)
     if q is None:
-        agent = cluster.agent(m.address, key, f"tensor core of cta {ctas[0].id}")
-        q = cluster.engine["clock", key] = QueueClock(agent, 0, np.zeros(2 * m.state.cap, np.int32))
-    join(q.vc.ctypes.data, w.vc_address, 2 * m.state.cap)
+        name = f"tensor core of cta {ctas[0].id}, work of {cluster.agent_names[w.state.agent]}"
+        done, issued = (cluster.agent(m.address, (*key, kind), name) for kind in ("done", "issued"))
+        q = queues[key] = QueueClock(done, issued)
     q.clock += 1
-    q.vc[q.agent] = q.clock
-    stamp = q.vc.copy()
+    warp = warp_clock(m, w)
+    warp[CLOCK_KNOWN, q.issued] = warp[CLOCK_LANE, q.issued] = q.clock
+    stamp = clock_copy(m, w).reshape(WARP_PARTS, -1)
+    stamp[CLOCK_KNOWN, q.done] = q.clock
     keep(m, cluster, stamp)
     return stamp, q
+
+
+def queue_mark(m: Machine, w: Warp, ctas: list[Cta]) -> Mark:
+    """Return agent and clocks of a tensor-core operation that ``w`` issues."""
+    stamp, q = advance(m, w, ctas)
+    for other in queues_of(w.cta.cluster).values():
+        for part in (CLOCK_KNOWN, CLOCK_SENT, CLOCK_LANE):
+            stamp[part, other.done] = max(stamp[part, other.done], stamp[part, other.issued])
+    return Mark(q.done, q.clock, stamp, TOUCH_LANE)
+
+
+def touch_chunks(m: Machine, cta: Cta, index: np.ndarray, mark: Mark, pc: int) -> None:
+    """Record that a tensor-core operation reads 16-byte chunks of shared memory."""
+    kind, vc = TOUCH_READ | TOUCH_ASYNC, mark.stamp.ctypes.data
+    m.core.core_shadow_chunks(
+        m.address, cta.address, index.ctypes.data, index.size, kind, mark.agent, mark.clock, vc, pc
+    )
+
+
+def commit_clock(m: Machine, w: Warp, ctas: list[Cta]) -> np.ndarray:
+    """Return what an mbarrier learns from tcgen05.commit: the thread's own work, as after fence::before_thread_sync."""
+    stamp, q = advance(m, w, ctas)
+    np.maximum(stamp[CLOCK_SENT], stamp[CLOCK_LANE], out=stamp[CLOCK_SENT])
+    stamp[CLOCK_SENT, q.done] = q.clock
+    return stamp

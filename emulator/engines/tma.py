@@ -15,7 +15,7 @@ import numpy as np
 from ..decode.op import Context, Op, decodes, items
 from ..errors import MemoryFault, Unsupported
 from ..machine.state import AGAIN, Warp, first_lane, lanes_of
-from ..native.layout import OFFSET_MASK, TOUCH_ASYNC, TOUCH_READ, TOUCH_WRITE, WINDOW_SHIFT
+from ..native.layout import OFFSET_MASK, SHARED_PARTS, TOUCH_ASYNC, TOUCH_READ, TOUCH_WRITE, WINDOW_SHIFT
 from ..ptx import Instr
 from . import bulk
 from .operands import REDUCTIONS, Address, address_operand
@@ -162,7 +162,7 @@ class TensorCopy:
         for cta, signal in targets:
             b = bulk.mbarrier(m, w, self.pc, signal)
             stamp = bulk.clock_copy(m, w, lane)
-            bulk.join(b.vc, stamp.ctypes.data, 2 * m.state.cap)
+            bulk.join(b.vc, stamp.ctypes.data, SHARED_PARTS * m.state.cap)
             agent, clock = b.agent, b.phase + 1
             stamp[agent] = clock
             vc = stamp.ctypes.data

@@ -43,7 +43,7 @@ from .memory import GlobalMemory
 from .state import BLOCK, Cluster, Warp
 
 MBARRIER_AGENTS = 64  # per CTA, in the race detector's clocks
-STREAMS = 7  # per warp: lanes together, a lane alone, and asynchronous streams
+STREAMS = 9  # per warp: lanes together, a lane alone, and asynchronous streams
 LATEST = 200_000  # instructions before late work completes even if warps progress: they may poll and write meanwhile
 PATIENCE = 100_000_000  # instructions without any effect before polling warps count as hung
 TIMEOUTS = 8  # rounds of expired try_waits before the state counts as final

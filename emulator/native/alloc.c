@@ -93,7 +93,7 @@ static void warp_init(machine *M, cta *c, warp *w, int id, int threads) {
     w->agent = c->cluster->n_agents++;
     w->actor = w->agent;
     w->solo = c->cluster->n_agents++;
-    w->vc = take(2 * (size_t)M->cap, sizeof(i32));
+    w->vc = take(WARP_PARTS * (size_t)M->cap, sizeof(i32));
     w->vc[w->agent] = w->vc[w->solo] = 1;
   }
 }
@@ -106,7 +106,7 @@ EXPORT cluster *core_cluster_new(machine *M, u32 x, u32 y, u32 z, i32 index) {
   k->index = index;
   k->origin[0] = x, k->origin[1] = y, k->origin[2] = z;
   k->n_agents = 1; /* agent 0 stays unused, so that 0 can mean none */
-  if (M->cap) k->vc = take(4 * (size_t)M->cap, sizeof(i32));
+  if (M->cap) k->vc = take(2 * SHARED_PARTS * (size_t)M->cap, sizeof(i32));
   for (u32 r = 0; r < k->n_ctas; r++) {
     cta *c = k->ctas[r] = take(1, sizeof *c);
     c->cluster = k;
@@ -123,7 +123,7 @@ EXPORT cluster *core_cluster_new(machine *M, u32 x, u32 y, u32 z, i32 index) {
     for (int j = 0; j < c->n_warps; j++) warp_init(M, c, &c->warps[j], j, (int)threads - j * LANES);
     if (M->cap) {
       c->shadow = core_shadow_new(c->smem_size / 4 + 4, M->cap);
-      for (int j = 0; j < 16; j++) c->bars[j].vc = take(4 * (size_t)M->cap, sizeof(i32));
+      for (int j = 0; j < 16; j++) c->bars[j].vc = take(2 * SHARED_PARTS * (size_t)M->cap, sizeof(i32));
     }
     k->n_warps += c->n_warps;
   }

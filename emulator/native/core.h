@@ -87,7 +87,7 @@ typedef struct warp {
   u32 *origin;     /* per slot: the slot it is a copy of, plus one; 0 when it is no copy */
   u8 *local;       /* local memory, lane-major */
   struct cta *cta;
-  i32 *vc;         /* vector clock; vc[cap..2*cap) is the proxy-fenced clock */
+  i32 *vc;         /* vector clock of WARP_PARTS parts */
   i64 executed;
   void *horizon;   /* what is known of other clusters (global_shadow.c) */
   i32 id, threads, n_frags, agent;
@@ -98,6 +98,8 @@ typedef struct warp {
   u32 solo_lanes;
   i32 solo_synced;
   i32 actor;       /* agent or solo: who makes the current access */
+  i32 tensor_loads, tensor_stores; /* agents of its tcgen05.ld and tcgen05.st, 0: none yet */
+  u32 fenced_before, fenced_after; /* lanes that have executed tcgen05.fence since all lanes last had */
   u32 wgmma_fences;
   u32 live;        /* lanes that have not exited */
   u32 turn;        /* which runnable fragment goes first after a full time slice */
@@ -110,7 +112,7 @@ typedef struct mbarrier {
   i32 count, pending;
   u32 offset;
   i64 tx;
-  i32 *vc;         /* clock of arrivals in the current phase, then of the completed phases (each 2*cap) */
+  i32 *vc;         /* clock of arrivals in the current phase, then of the completed phases (SHARED_PARTS each) */
   i32 agent;
   u32 alive;
   u32 tx_phase;    /* last phase that carried transactions, and last phase seen by a wait */
@@ -167,7 +169,7 @@ typedef struct cta {
 
 typedef struct cluster {
   cta *ctas[MAX_RANKS];
-  i32 *vc;         /* arrivals, then released clock (each 2*cap) */
+  i32 *vc;         /* arrivals, then released clock (SHARED_PARTS each) */
   u32 n_ctas, phase;
   i32 arrived, n_warps, live_warps, index;
   u32 origin[3];
@@ -200,7 +202,7 @@ typedef struct fault {
   i32 cta[3], rank;
 } fault;
 
-enum { HAZARD_RACE, HAZARD_PROXY, HAZARD_GLOBAL, HAZARD_BARRIER, HAZARD_SITE };
+enum { HAZARD_RACE, HAZARD_PROXY, HAZARD_GLOBAL, HAZARD_BARRIER, HAZARD_SITE, HAZARD_TENSOR_FENCE };
 
 typedef struct hazard {
   i32 kind, write, other_write, pc, other_pc, agent, other_agent, tmem, rank, cluster;
@@ -270,13 +272,24 @@ void barrier_settle(machine *M, cta *c, named_barrier *b);
 void cluster_settle(machine *M, cluster *k);
 
 /* shadow.c */
-enum { TOUCH_WRITE = 1, TOUCH_CHECK = 2 /* compare with the last write, leave no trace */, TOUCH_ASYNC = 4 };
+enum {
+  TOUCH_WRITE = 1,
+  TOUCH_CHECK = 2, /* compare with the last write, leave no trace */
+  TOUCH_ASYNC = 4,
+  TOUCH_LANE = 8   /* tensor memory: an operation of one thread, not of a warp */
+};
+/* Parts of a vector clock, of cap entries each: what has happened before; what of it a fence.proxy.async covers; what of it
+ * tcgen05.fence::before_thread_sync covers. Barriers hand on these three. A warp also keeps the operations on tensor memory
+ * that its own later ones are ordered behind, those that the whole warp issues and those that one lane issues. */
+enum { CLOCK_KNOWN, CLOCK_PROXY, CLOCK_SENT, SHARED_PARTS, CLOCK_WARP = SHARED_PARTS, CLOCK_LANE, WARP_PARTS };
 void clock_join(i32 *into, const i32 *from, int n);
 void clock_release(machine *M, warp *w, i32 *into);
 void clock_release_lanes(machine *M, warp *w, i32 *into, u32 lanes);
 void clock_tick(warp *w);
 void clock_sync_lanes(machine *M, warp *w);
 void clock_acquire(machine *M, warp *w, const i32 *from);
+void tensor_fence_before(machine *M, warp *w);
+void tensor_fence_after(machine *M, warp *w);
 enum { LANE_COLLECTIVE = 32 };
 void shadow_lanes(machine *M, warp *w, cta *c, u32 offset, u32 n, u32 touch, int lane, const insn *i);
 hazard *hazard_report(machine *M, hazard h);
@@ -319,6 +332,8 @@ typedef struct address_operand {
 static inline u64 operand_address(warp *w, const address_operand *a, int lane) {
   return (a->wide ? WROW(u64, a->row)[lane] : WROW(u32, a->row)[lane]) + (u64)(i64)(i32)a->offset;
 }
+
+static inline i32 *clock_part(const machine *M, i32 *vc, int part) { return vc + (size_t)part * (size_t)M->cap; }
 
 static inline int first_lane(u32 m) { return __builtin_ctz(m); }
 

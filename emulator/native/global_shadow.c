@@ -66,8 +66,8 @@ void horizon_free(machine *M, warp *w) {
 
 static void learn(machine *M, i32 **into, i32 cluster, const i32 *clock) {
   if (!clock) return;
-  if (!into[cluster]) into[cluster] = calloc(2 * (size_t)M->cap, sizeof(i32));
-  clock_join(into[cluster], clock, 2 * M->cap);
+  if (!into[cluster]) into[cluster] = calloc(SHARED_PARTS * (size_t)M->cap, sizeof(i32));
+  clock_join(into[cluster], clock, SHARED_PARTS * M->cap);
 }
 
 static sync_variable *new_variable(machine *M, u64 address) {

@@ -22,8 +22,12 @@ BUSY_NO, BUSY_WRITTEN, BUSY_READ, BUSY_LOAD = range(4)
 RUN_BUDGET, RUN_BLOCKED, RUN_EVENT, RUN_EXITED, RUN_ERROR, RUN_SCOREBOARD, RUN_SETTLE = range(7)
 FLAG_RACE, FLAG_PROXY, FLAG_STRICT, FLAG_BANKS, FLAG_UNINIT_GLOBAL, FLAG_CAREFUL, FLAG_SYNC = 1, 2, 4, 8, 16, 32, 64
 REGION_READONLY, REGION_TRACK, REGION_FRESH = 1, 2, 4
-TOUCH_READ, TOUCH_WRITE, TOUCH_CHECK, TOUCH_ASYNC = 0, 1, 2, 4
-HAZARD_RACE, HAZARD_PROXY, HAZARD_GLOBAL, HAZARD_BARRIER, HAZARD_SITE = range(5)
+TOUCH_READ, TOUCH_WRITE, TOUCH_CHECK, TOUCH_ASYNC, TOUCH_LANE = 0, 1, 2, 4, 8
+# Parts of a vector clock; barriers hand on the first three.
+CLOCK_KNOWN, CLOCK_PROXY, CLOCK_SENT, CLOCK_WARP, CLOCK_LANE, WARP_PARTS = range(6)
+SHARED_PARTS = CLOCK_WARP
+TMEM_SENT = 2  # in a hazard: a fence::before_thread_sync is behind the earlier access
+HAZARD_RACE, HAZARD_PROXY, HAZARD_GLOBAL, HAZARD_BARRIER, HAZARD_SITE, HAZARD_TENSOR_FENCE = range(6)
 
 P, U8, U16, U32, U64, I16, I32, I64 = (
     ctypes.c_void_p,
@@ -96,6 +100,10 @@ class WarpState(ctypes.Structure):
         ("solo_lanes", U32),
         ("solo_synced", I32),
         ("actor", I32),
+        ("tensor_loads", I32),
+        ("tensor_stores", I32),
+        ("fenced_before", U32),
+        ("fenced_after", U32),
         ("wgmma_fences", U32),
         ("live", U32),
         ("turn", U32),

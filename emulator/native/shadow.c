@@ -1,8 +1,8 @@
 /* Happens-before race detection over shared and tensor memory, independent of the schedule that was run.
  *
  * Every warp, every ordered asynchronous stream of a warp and every mbarrier is an agent with a logical clock. A vector
- * clock holds, per agent, the latest time known to have happened before; its second half is the part known to be behind a
- * fence.proxy.async. Each cell remembers its last write and the last read of every agent. An access conflicts when an
+ * clock holds, per agent, the latest time known to have happened before; its other parts (CLOCK_*) hold what fences cover of
+ * that. Each cell remembers its last write and the last read of every agent. An access conflicts when an
  * earlier access to the same bytes is not covered by the clock of the later one (after Flanagan and Freund, "FastTrack",
  * PLDI 2009). */
 #include "core.h"
@@ -30,7 +30,7 @@ void clock_join(i32 *into, const i32 *from, int n) {
   for (int k = 0; k < n; k++) into[k] = into[k] > from[k] ? into[k] : from[k];
 }
 void clock_release(machine *M, warp *w, i32 *into) {
-  clock_join(into, w->vc, 2 * M->cap);
+  clock_join(into, w->vc, SHARED_PARTS * M->cap);
   clock_tick(w);
 }
 void clock_tick(warp *w) { w->vc[w->agent]++, w->vc[w->solo]++; }
@@ -51,7 +51,7 @@ EXPORT void core_clock_cut(const machine *M, const warp *w, u32 lanes, i32 *vc) 
 void clock_release_lanes(machine *M, warp *w, i32 *into, u32 lanes) {
   i32 own[] = {w->vc[w->agent], w->vc[w->solo]}, fenced[] = {w->vc[M->cap + w->agent], w->vc[M->cap + w->solo]};
   core_clock_cut(M, w, lanes, w->vc);
-  clock_join(into, w->vc, 2 * M->cap);
+  clock_join(into, w->vc, SHARED_PARTS * M->cap);
   w->vc[w->agent] = own[0] + 1, w->vc[w->solo] = own[1] + 1;
   w->vc[M->cap + w->agent] = fenced[0], w->vc[M->cap + w->solo] = fenced[1];
 }
@@ -62,10 +62,44 @@ void clock_sync_lanes(machine *M, warp *w) {
   clock_tick(w);
 }
 void clock_acquire(machine *M, warp *w, const i32 *from) {
-  clock_join(w->vc, from, 2 * M->cap);
+  clock_join(w->vc, from, SHARED_PARTS * M->cap);
   /* What the warp's own lanes have released through this is ordered between them, too. */
   if (from[w->agent] > w->synced) w->synced = from[w->agent];
   if (from[w->solo] > w->solo_synced) w->solo_synced = from[w->solo];
+}
+
+/* tcgen05.fence composes with every operation that orders threads (PTX ISA, "specialized inter-thread synchronization for
+ * tcgen05 instructions"): what a thread has done to tensor memory before fence::before_thread_sync is ordered before its
+ * later synchronisation, and what it does after fence::after_thread_sync behind its earlier one. */
+void tensor_fence_before(machine *M, warp *w) {
+  clock_join(clock_part(M, w->vc, CLOCK_SENT), clock_part(M, w->vc, CLOCK_LANE), M->cap);
+}
+void tensor_fence_after(machine *M, warp *w) {
+  clock_join(clock_part(M, w->vc, CLOCK_WARP), clock_part(M, w->vc, CLOCK_SENT), M->cap);
+  clock_join(clock_part(M, w->vc, CLOCK_LANE), clock_part(M, w->vc, CLOCK_SENT), M->cap);
+}
+
+/* aux: 0 before_thread_sync, 1 after_thread_sync. Each thread fences its own accesses, and tcgen05.ld and tcgen05.st are
+ * accesses of all lanes: a fence of some lanes does not cover those of its warp. */
+EXPORT int sys_tensor_fence(machine *M, warp *w, frag *f, const insn *i, u32 m) {
+  (void)f;
+  if (!M->cap) return SYS_NEXT;
+  u32 *fenced = i->aux ? &w->fenced_after : &w->fenced_before;
+  *fenced |= m;
+  int is_whole = !(w->live & ~*fenced);
+  i32 *sent = clock_part(M, w->vc, CLOCK_SENT);
+  if (is_whole) {
+    *fenced = 0;
+    if (i->aux) tensor_fence_after(M, w);
+    else tensor_fence_before(M, w);
+  } else if (i->aux) {
+    clock_join(clock_part(M, w->vc, CLOCK_LANE), sent, M->cap);
+  } else {
+    i32 loads = sent[w->tensor_loads], stores = sent[w->tensor_stores];
+    tensor_fence_before(M, w);
+    sent[w->tensor_loads] = loads, sent[w->tensor_stores] = stores;
+  }
+  return SYS_NEXT;
 }
 
 hazard *hazard_report(machine *M, hazard h) {
@@ -101,10 +135,24 @@ static inline int lanes_unordered(const actor *a, i32 other, i32 clock, u32 lane
   return (other == a->w->agent && clock > a->w->synced) || (other == a->w->solo && clock > a->w->solo_synced);
 }
 
-static void conflict(machine *M, cta *c, u32 cell, const actor *a, int kind, int other_write, i32 other_pc, i32 other) {
+/* Whether an access is ordered behind what another agent did at a time. */
+static inline i32 clock_of(const machine *M, const actor *a, int part, i32 agent) { return a->vc[part * M->cap + agent]; }
+static inline int ordered(const machine *M, const actor *a, i32 other, i32 clock) {
+  int part = !a->is_tmem ? CLOCK_KNOWN : a->touch & TOUCH_LANE ? CLOCK_LANE : CLOCK_WARP;
+  return clock <= clock_of(M, a, part, other);
+}
+
+/* hazard.tmem: 0 for other memory; TMEM_SENT if a fence::before_thread_sync is behind the earlier access. */
+enum { TMEM = 1, TMEM_SENT = 2 };
+static void report(machine *M, cta *c, u32 cell, const actor *a, int kind, int tmem, int other_write, i32 other_pc, i32 other) {
   hazard_report(M, (hazard){.kind = kind, .write = (a->touch & TOUCH_WRITE) != 0, .other_write = other_write, .pc = a->pc,
-                            .other_pc = other_pc, .agent = a->agent, .other_agent = other, .tmem = a->is_tmem,
+                            .other_pc = other_pc, .agent = a->agent, .other_agent = other, .tmem = tmem,
                             .rank = (i32)c->rank, .cluster = c->cluster->index, .cell = cell});
+}
+static void conflict(machine *M, cta *c, u32 cell, const actor *a, i32 clock, int other_write, i32 other_pc, i32 other) {
+  int is_known = a->is_tmem && clock <= clock_of(M, a, CLOCK_KNOWN, other);
+  int tmem = !a->is_tmem ? 0 : clock <= clock_of(M, a, CLOCK_SENT, other) ? TMEM_SENT : TMEM;
+  report(M, c, cell, a, is_known ? HAZARD_TENSOR_FENCE : HAZARD_RACE, tmem, other_write, other_pc, other);
 }
 
 static cell_clock *reader_cells(shadow *s, i32 agent) {
@@ -124,10 +172,10 @@ static inline void touch(machine *M, cta *c, shadow *s, u32 cell, u32 bytes, con
     i32 other = s->w_agent[cell], clock = s->w_clock[cell];
     /* Lanes that write one place in the same instruction write it in some order. */
     int together = s->w_pc[cell] == a->pc && other == a->agent && clock == a->clock;
-    if (M->flags & FLAG_RACE && (clock > a->vc[other] || (!together && lanes_unordered(a, other, clock, s->w_lane[cell]))))
-      conflict(M, c, cell, a, HAZARD_RACE, 1, s->w_pc[cell], other);
+    if (M->flags & FLAG_RACE && (!ordered(M, a, other, clock) || (!together && lanes_unordered(a, other, clock, s->w_lane[cell]))))
+      conflict(M, c, cell, a, clock, 1, s->w_pc[cell], other);
     else if (M->flags & FLAG_PROXY && a->touch & TOUCH_ASYNC && written & BYTES_GENERIC && clock > a->vc[M->cap + other])
-      conflict(M, c, cell, a, HAZARD_PROXY, 1, s->w_pc[cell], other);
+      report(M, c, cell, a, HAZARD_PROXY, 0, 1, s->w_pc[cell], other);
   }
   if (a->touch & TOUCH_CHECK) return;
   if (!(a->touch & TOUCH_WRITE)) {
@@ -141,8 +189,8 @@ static inline void touch(machine *M, cta *c, shadow *s, u32 cell, u32 bytes, con
       i32 other = s->reader_ids[k];
       cell_clock r = s->readers[other][cell];
       if (!(r.pc >> 28 & bytes)) continue;
-      if (r.clock > a->vc[other] || lanes_unordered(a, other, r.clock, r.pc >> 22 & 63)) {
-        conflict(M, c, cell, a, HAZARD_RACE, 0, (i32)(r.pc & 0x3fffff), other);
+      if (!ordered(M, a, other, r.clock) || lanes_unordered(a, other, r.clock, r.pc >> 22 & 63)) {
+        conflict(M, c, cell, a, r.clock, 0, (i32)(r.pc & 0x3fffff), other);
         s->readers[other][cell].clock = 0;
       }
     }

@@ -13,10 +13,22 @@ static int all_lanes(warp *w, frag *f) {
 }
 
 /* ------------------------------------------------------------------ named barriers */
-/* A clock buffer holds what arrivals brought (first 2 * cap) and what the last completed generation released. */
+/* A clock buffer holds what arrivals brought and what the last completed generation released, SHARED_PARTS each. */
+static i32 *released(machine *M, i32 *vc) { return clock_part(M, vc, SHARED_PARTS); }
 static void clock_turn(machine *M, i32 *vc) {
-  memcpy(vc + 2 * M->cap, vc, 2 * (size_t)M->cap * sizeof *vc);
-  memset(vc, 0, 2 * (size_t)M->cap * sizeof *vc);
+  size_t bytes = SHARED_PARTS * (size_t)M->cap * sizeof *vc;
+  memcpy(released(M, vc), vc, bytes);
+  memset(vc, 0, bytes);
+}
+
+/* PTX ISA, "specialized inter-thread synchronization for tcgen05 instructions": the standard mechanisms of the memory model
+ * apply to tcgen05 instructions too, so an arrival with release and a wait with acquire order completed accesses without
+ * tcgen05.fence. NVIDIA's examples rely on that. Strict mode asks for the fences of the canonical patterns. */
+static void release_tensor(machine *M, warp *w, int is_relaxed) {
+  if (!is_relaxed && !(M->flags & FLAG_STRICT)) tensor_fence_before(M, w);
+}
+static void acquire_tensor(machine *M, warp *w, int is_relaxed) {
+  if (!is_relaxed && !(M->flags & FLAG_STRICT)) tensor_fence_after(M, w);
 }
 
 /* PTX ISA, "bar": without a thread count all threads of the CTA take part; hardware counts exited warps as arrived. */
@@ -33,7 +45,10 @@ void barrier_settle(machine *M, cta *c, named_barrier *b) {
 }
 
 static void leave_barrier(machine *M, warp *w, named_barrier *b) {
-  if (TRACKED(M)) clock_acquire(M, w, b->vc + 2 * M->cap);
+  if (TRACKED(M)) {
+    clock_acquire(M, w, released(M, b->vc));
+    acquire_tensor(M, w, 0);
+  }
   if (M->flags & FLAG_RACE) horizon_adopt(M, w, b->horizon);
 }
 
@@ -101,7 +116,10 @@ EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
                               .rank = (i32)c->rank, .cluster = c->cluster->index, .cell = id});
   b->warps |= 1u << w->id;
   if (b->arrived > n) return fail(M, w, i, ERR_BARRIER_OVERFLOW, -1, id, (u64)b->arrived);
-  if (TRACKED(M)) clock_release(M, w, b->vc);
+  if (TRACKED(M)) {
+    release_tensor(M, w, 0);
+    clock_release(M, w, b->vc);
+  }
   if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon);
   M->progress++;
   u32 generation = b->generation;
@@ -140,7 +158,10 @@ EXPORT int sys_cluster_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m
   if (w->cluster_arrived) return fail(M, w, i, ERR_CLUSTER_BARRIER, -1, 0, 0);
   w->cluster_arrived = 1;
   w->cluster_phase = k->phase;
-  if (TRACKED(M)) clock_release(M, w, k->vc);
+  if (TRACKED(M)) {
+    release_tensor(M, w, i->aux);
+    clock_release(M, w, k->vc);
+  }
   k->arrived++;
   M->progress++;
   cluster_settle(M, k);
@@ -161,7 +182,10 @@ EXPORT int sys_cluster_wait(machine *M, warp *w, frag *f, const insn *i, u32 m) 
     return SYS_BLOCK;
   }
   w->cluster_arrived = 0;
-  if (TRACKED(M)) clock_acquire(M, w, k->vc + 2 * M->cap);
+  if (TRACKED(M)) {
+    clock_acquire(M, w, released(M, k->vc));
+    acquire_tensor(M, w, 0);
+  }
   return SYS_NEXT;
 }
 
@@ -175,9 +199,8 @@ void mbar_complete(machine *M, cta *c, mbarrier *b) {
   b->pending = b->count;
   M->progress++;
   if (TRACKED(M)) {
-    int n = 2 * M->cap;
-    clock_join(b->vc + n, b->vc, n);
-    b->vc[n + b->agent] = (i32)b->phase;
+    clock_join(released(M, b->vc), b->vc, SHARED_PARTS * M->cap);
+    released(M, b->vc)[b->agent] = (i32)b->phase;
   }
 }
 
@@ -223,7 +246,7 @@ EXPORT int core_arrive(machine *M, warp *w, i32 pc, u32 address, const i32 *vc) 
   cta *c;
   mbarrier *b = mbar_find(M, w, M->insns + pc, address, &c);
   if (!b) return SYS_ERROR;
-  if (vc) clock_join(b->vc, vc, 2 * M->cap);
+  if (vc) clock_join(b->vc, vc, SHARED_PARTS * M->cap);
   M->progress++;
   return mbar_arrive(M, w, M->insns + pc, c, b, 1, 0);
 }
@@ -256,7 +279,7 @@ EXPORT int sys_mbar_init(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       if (!b->agent) {
         if (c->cluster->n_agents >= M->cap) return fail(M, w, i, ERR_AGENTS, l, address, 0);
         b->agent = c->cluster->n_agents++;
-        b->vc = calloc(4 * (size_t)M->cap, sizeof(i32));
+        b->vc = calloc(2 * SHARED_PARTS * (size_t)M->cap, sizeof(i32));
       }
     }
     if (c->init) memset(c->init + offset, 1, 8);
@@ -281,7 +304,7 @@ EXPORT int sys_mbar_inval(machine *M, warp *w, frag *f, const insn *i, u32 m) {
 }
 
 /* arrive and expect_tx. o[0]: row of the returned state or none; o[1]: address; o[2]: count or bytes, or none. aux: 0 arrive,
- * 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, +4 arrive_drop, +8 64-bit address, +16 no clock (relaxed). */
+ * 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, +4 arrive_drop, +8 64-bit address, +16 relaxed. */
 EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)f;
   u32 kind = i->aux & 3;
@@ -302,6 +325,7 @@ EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       continue;
     }
     if (TRACKED(M)) {
+      release_tensor(M, w, i->aux & 16);
       clock_release_lanes(M, w, b->vc, m);
     }
     if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon);
@@ -313,7 +337,7 @@ EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
 }
 
 /* try_wait / test_wait. o[0]: result predicate; o[1]: address; o[2]: parity or state; aux bit 0: test, 1: parity,
- * 2: flipped parity (a planted fault), 3: 64-bit address. */
+ * 2: flipped parity (a planted fault), 3: 64-bit address, 4: relaxed. */
 EXPORT int sys_mbar_wait(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   u32 result = 0, blocked_by = 0;
   mbarrier *last = NULL;
@@ -332,7 +356,10 @@ EXPORT int sys_mbar_wait(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     if ((b->phase & 1) != want) {
       result |= 1u << l;
       b->seen_phase = b->phase;
-      if (TRACKED(M)) clock_acquire(M, w, b->vc + 2 * M->cap);
+      if (TRACKED(M)) {
+        clock_acquire(M, w, released(M, b->vc));
+        acquire_tensor(M, w, i->aux & 16);
+      }
       if (M->flags & FLAG_RACE) horizon_adopt(M, w, b->horizon);
     } else {
       blocked_by = address;

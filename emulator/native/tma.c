@@ -174,10 +174,10 @@ static int load_box(machine *M, warp *w, i32 pc, const tensor_map *t, const i32 
   i32 clock = 0;
   const i32 *vc = NULL;
   if (M->cap) { /* the load happens after its issue and before the phase that its bytes complete */
-    i32 *stamp = scratch(M, SCRATCH_STAMP, 2 * (size_t)M->cap * sizeof *stamp);
-    memcpy(stamp, w->vc, 2 * (size_t)M->cap * sizeof *stamp);
+    i32 *stamp = scratch(M, SCRATCH_STAMP, SHARED_PARTS * (size_t)M->cap * sizeof *stamp);
+    memcpy(stamp, w->vc, SHARED_PARTS * (size_t)M->cap * sizeof *stamp);
     core_clock_cut(M, w, 1u << lane, stamp);
-    clock_join(b->vc, stamp, 2 * M->cap);
+    clock_join(b->vc, stamp, SHARED_PARTS * M->cap);
     clock = stamp[b->agent] = (i32)b->phase + 1;
     vc = stamp;
     core_shadow_box(M, c, shared & OFFSET_MASK, t->swizzle, n, TOUCH_WRITE | TOUCH_ASYNC, b->agent, clock, vc, pc);

@@ -101,6 +101,7 @@ class Tile:
                 mask = 3 if const_expr(self.ctas == 2) else None
                 tcgen05.commit(bar, mask, self.group)
         cute.arch.mbarrier_wait(bar, 0)
+        cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
         self.read(acc, part.partition_C(d), tid)
         cute.arch.sync_threads()
         if const_expr(self.ctas == 2):
