@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..errors import Unsupported
+from ..errors import EmulatorError, Unsupported
 from ..native.layout import KIND_BRANCH, KIND_EXIT, KIND_PYTHON, SPECIALS, Insn, SpecialRow
 from ..ptx import Instr, Kernel
 from . import arithmetic, convert, memory, mma, sync, wgmma  # noqa: F401  (they register decoders)
@@ -27,12 +27,21 @@ def _refuse(message: str) -> Handler:
     return handler
 
 
+def check_groups(kernel: Kernel) -> None:
+    """Refuse a kernel that mixes .cta_group::1 and ::2, as ptxas does (PTX ISA, "tcgen05 CTA pair")."""
+    groups = {part: i for i in kernel.instrs if i.parts[0] == "tcgen05" for part in i.parts if "cta_group::" in part}
+    if len(groups) > 1:
+        places = "\n  ".join(kernel.where(i.pc) for i in groups.values())
+        raise EmulatorError(f"all tcgen05 instructions of a kernel have one .cta_group; this one has two:\n  {places}")
+
+
 class Program:
     """Decoded kernel. Its instruction numbers equal ``kernel.instrs``, plus one exit at the end."""
 
     def __init__(self, kernel: Kernel):
         from .. import engines  # noqa: F401  (they register decoders too)
 
+        check_groups(kernel)
         self.kernel = kernel
         self.file = RegisterFile(kernel)
         self.handlers: dict[int, Handler] = {}

@@ -8,6 +8,7 @@ from ..errors import BarrierFault, EmulatorError, Hazard, MemoryFault, Uninitial
 from ..native.layout import (
     ERRORS,
     HAZARD_BARRIER,
+    HAZARD_EXIT,
     HAZARD_GLOBAL,
     HAZARD_PROXY,
     HAZARD_SITE,
@@ -184,6 +185,11 @@ def hazard_text(machine: Machine, h: HazardState) -> str:
     if h.kind == HAZARD_BARRIER:
         return (
             f"barrier: {first} arrives at barrier {h.cell} again before it completes [{h.count}x]\n"
+            f"    {machine.where(h.pc)}"
+        )
+    if h.kind == HAZARD_EXIT:
+        return (
+            f"exit: the CTA of rank {h.rank} may exit before work of {first} has arrived there [{h.count}x]\n"
             f"    {machine.where(h.pc)}"
         )
     verb, other = ("write" if h.write else "read"), ("write" if h.other_write else "read")

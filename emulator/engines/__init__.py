@@ -14,6 +14,7 @@ from . import (
     bulk,
     cp_async,  # noqa: F401
     launch_control,  # noqa: F401
+    tensor_allocation,
     tensor_copy,  # noqa: F401
     tensor_core,  # noqa: F401
     tensor_memory,
@@ -32,4 +33,4 @@ def at_warp_exit(m: Machine, w: Warp) -> None:
 
 def at_cluster_end(m: Machine, cluster: Cluster) -> None:
     bulk.at_cluster_end(m, cluster)
-    tensor_memory.at_cluster_end(m, cluster)
+    tensor_allocation.at_cluster_end(m, cluster)

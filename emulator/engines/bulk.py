@@ -84,6 +84,12 @@ def mbarrier(m: Machine, w: Warp, pc: int, address: int) -> MBarrierState:
     return MBarrierState.from_address(found)
 
 
+def arrives(m: Machine, w: Warp, cta: Cta, signal: int, agent: int, clock: int, pc: int) -> None:
+    """Record that a copy reaches ``cta`` and the CTA of the mbarrier that it signals; see native/exit.c."""
+    for reached in (cta, w.cta.cluster.resolve(signal)[0]):
+        m.core.core_incoming(m.address, w.address, reached.address, agent, clock, pc)
+
+
 # ------------------------------------------------------------------ bulk groups
 @dataclass
 class BulkCopy:
@@ -219,8 +225,10 @@ class BulkCopyOp:
                 stamp[agent] = clock
                 keep(m, cluster, stamp)
                 vc = stamp.ctypes.data
+                arrives(m, w, cta, signal, agent, clock, pc)
                 touch = m.core.core_shadow_bytes
                 if source_cta is not None:
+                    m.core.core_incoming(m.address, w.address, source_cta.address, agent, clock, pc)
                     touch(
                         m.address, source_cta.address, source_offset, n, TOUCH_READ | TOUCH_ASYNC, agent, clock, vc, pc
                     )

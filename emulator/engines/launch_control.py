@@ -10,7 +10,7 @@ from ..decode.op import Context, Op, decodes, items
 from ..machine.state import Warp, first_lane
 from ..native.layout import SHARED_PARTS, TOUCH_ASYNC, TOUCH_WRITE
 from ..ptx import SINK, Instr
-from .bulk import clock_copy, join, keep, mbarrier
+from .bulk import arrives, clock_copy, join, keep, mbarrier
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -40,6 +40,7 @@ def try_cancel(c: Context, i: Instr) -> Op:
                 join(b.vc, stamp.ctypes.data, SHARED_PARTS * m.state.cap)
                 stamp[b.agent] = b.phase + 1
                 keep(m, cluster, stamp)
+                arrives(m, w, t, s, b.agent, b.phase + 1, i.pc)
                 m.core.core_shadow_bytes(
                     m.address, t.address, offset, RESPONSE_BYTES, TOUCH_WRITE | TOUCH_ASYNC, b.agent, b.phase + 1,
                     stamp.ctypes.data, i.pc,

@@ -55,7 +55,7 @@ class Copy:
         column, width = address & 0xFFFF, self.bits // 32
         index = chunks(m, descriptor, self.rows, self.bits // 8, True, 2)
         if m.tracked:
-            mark = queue_mark(m, w, ctas)
+            mark = queue_mark(m, w, ctas, self.pc)
             for cta in ctas:
                 tensor_memory(m, cta)
                 touch_chunks(m, cta, index, mark, self.pc)
@@ -141,7 +141,7 @@ def shift(c: Context, i: Instr) -> Op:
         if first % 32:  # PTX ISA, "tcgen05.shift": the lane of the address is a multiple of 32
             raise MemoryFault(f"{w}: tcgen05.shift from lane {first}, not a multiple of 32\n  {m.where(i.pc)}")
         if m.tracked:
-            mark = queue_mark(m, w, ctas)
+            mark = queue_mark(m, w, ctas, i.pc)
             for cta in ctas:
                 tensor_memory(m, cta)
                 touch(m, cta, first + np.arange(32), column + np.arange(8), True, mark, i.pc)
@@ -180,7 +180,7 @@ def commit(c: Context, i: Instr) -> Op:
             if ranks_row is not None:
                 ranks = w.get16(ranks_row, lane)
                 targets = [r << 24 | address & OFFSET_MASK for r in range(16) if ranks >> r & 1]
-            stamp = commit_clock(m, w, ctas) if m.tracked else None
+            stamp = commit_clock(m, w, ctas, targets, i.pc) if m.tracked else None
 
             def arrive(targets=targets, stamp=stamp) -> None:
                 for target in targets:

@@ -167,7 +167,7 @@ class Job:
     # -- detectors
     def track(self, m: Machine, w: Warp) -> None:
         s, pc = self.shape, self.op.pc
-        mark = queue_mark(m, w, self.ctas)
+        mark = queue_mark(m, w, self.ctas, pc)
         for cta in self.ctas:
             tensor_memory(m, cta)
             touch_chunks(m, cta, self.b_chunks(m), mark, pc)
@@ -326,6 +326,9 @@ def mma(c: Context, i: Instr) -> Op:
     if "sp" in p or "ws" in p or any(x.startswith("ashift") for x in p):
         raise Unsupported(i.op)
     kind = next(x for x in p if x.startswith("kind::"))[6:]
+    target = c.file.kernel.target
+    if kind == "i8" and target.startswith("sm_103"):  # PTX ISA, "tcgen05.mma", target notes; ptxas refuses it
+        raise Unsupported(f"{i.op} on {target}, which has no kind::i8")
     args = list(i.args)
     a_in_tmem = isinstance(args[1], Mem)
     scaled = "block_scale" in p

@@ -1,4 +1,4 @@
-"""Tensor memory of sm_100: 128 lanes x 512 columns of 32 bits per CTA; allocation, loads and stores.
+"""Tensor memory of sm_100: 128 lanes x 512 columns of 32 bits per CTA; loads and stores.
 
 Fragment layouts of the load and store shapes: PTX ISA, "tcgen05 data movement shape"; CUTLASS, copy_traits_sm100.hpp.
 """
@@ -12,22 +12,19 @@ import numpy as np
 
 from ..decode.op import Context, Op, decodes, items
 from ..errors import EmulatorError, Hazard, MemoryFault, UninitializedRead, Unsupported
-from ..machine.state import Cluster, Cta, Warp, first_lane
+from ..machine.state import Cta, Warp, first_lane
 from ..native.layout import (
     AUX_MOVE,
     BUSY_LOAD,
     BUSY_NO,
-    CLOCK_KNOWN,
-    CLOCK_WARP,
     FULL,
     KIND_LANE,
     TOUCH_ASYNC,
     TOUCH_READ,
     TOUCH_WRITE,
-    WARP_PARTS,
 )
 from ..ptx import Imm, Instr
-from .bulk import clock_copy, join, learn, stream
+from .bulk import learn, stream
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -46,6 +43,9 @@ class TensorMemory:
         self.allocated: dict[int, int] = {}
         self.released: list[tuple[int, int]] = []
         self.relinquished = False
+        self.meetings: list[tuple[str, int]] = []  # allocations and frees of a pair, each joined by a warp of this CTA
+        self.joined: dict[int, int] = {}  # warp -> the one that it waits in
+        self.reserved: dict[int, int] = {}  # warp -> first column of the allocation that its peer has not joined yet
         self.freed: np.ndarray | None = None  # what the warps that have freed columns knew
 
     def check(self, m: Machine, column: int, n: int, what: str) -> None:
@@ -76,109 +76,6 @@ def converged(m: Machine, w: Warp, frag: int, mask: int) -> bool:
 
 def wait_for_lanes(m: Machine, w: Warp, frag: int) -> object:
     return m.block(w, frag, lambda: not w.state.live & ~w.state.frags[frag].mask & FULL, "the other lanes of its warp")
-
-
-# ------------------------------------------------------------------ allocation
-@decodes("tcgen05.alloc")
-def alloc(c: Context, i: Instr) -> Op:
-    from .operands import address_operand
-
-    target, count = address_operand(c, i.args[0]), c.src(i.args[1], "u32")
-
-    def run(m: Machine, w: Warp, frag: int, mask: int) -> object:
-        if not converged(m, w, frag, mask):
-            return wait_for_lanes(m, w, frag)
-        lane = first_lane(mask)
-        n = w.get32(count, lane)
-        tm = tensor_memory(m, w.cta)
-        # PTX ISA, "tcgen05.alloc": a power of two from 32 to 512; no allocation after the permit has been relinquished.
-        if n < 32 or n > COLUMNS or n & (n - 1):
-            raise MemoryFault(
-                f"{w}: tcgen05.alloc of {n} columns: not a power of two from 32 to 512\n  {m.where(i.pc)}"
-            )
-        if tm.relinquished:
-            raise MemoryFault(f"{w}: tcgen05.alloc after tcgen05.relinquish_alloc_permit\n  {m.where(i.pc)}")
-        fit = next((k for k, (_, size) in enumerate(tm.free) if size >= n), None)
-        if fit is None:
-            return m.block(w, frag, lambda: any(size >= n for _, size in tm.free), f"tcgen05.alloc of {n} columns")
-        start, size = tm.free[fit]
-        tm.free[fit : fit + 1] = [(start + n, size - n)] if size > n else []
-        tm.allocated[start] = n
-        if m.tracked and tm.freed is not None:
-            join(w.vc_address, tm.freed.ctypes.data, tm.freed.size)
-        cta, offset = w.cta.cluster.resolve(target.of(w, lane) & 0xFFFFFFFF)
-        cta.smem[offset : offset + 4].view(np.uint32)[0] = start
-        if cta.init is not None:
-            cta.init[offset : offset + 4] = 1
-        if m.tracked:
-            # The address arrives through the async proxy but counts as written when the instruction completes.
-            vc = w.vc_address
-            m.core.core_shadow_bytes(
-                m.address, cta.address, offset, 4, TOUCH_WRITE | TOUCH_ASYNC, w.state.agent, own_clock(w), vc, i.pc
-            )
-        m.progress()
-        return None
-
-    return c.python(run)
-
-
-def own_clock(w: Warp) -> int:
-    from ..machine.state import array_at
-
-    return int(array_at(w.vc_address, w.state.agent + 1, np.int32)[w.state.agent])
-
-
-@decodes("tcgen05.dealloc")
-def dealloc(c: Context, i: Instr) -> Op:
-    base, count = c.src(i.args[0], "u32"), c.src(i.args[1], "u32")
-
-    def run(m: Machine, w: Warp, frag: int, mask: int) -> object:
-        if not converged(m, w, frag, mask):
-            return wait_for_lanes(m, w, frag)
-        lane = first_lane(mask)
-        start, n = w.get32(base, lane) & 0xFFFF, w.get32(count, lane)
-        tm = tensor_memory(m, w.cta)
-        if tm.allocated.pop(start, None) != n:
-            raise MemoryFault(f"{w}: tcgen05.dealloc of columns {start}+{n} matches no allocation\n  {m.where(i.pc)}")
-        if m.tracked:
-            free_clock(m, w, tm, start + np.arange(n), i.pc)
-        tm.released.append((start, n))
-        tm.free = sorted([*tm.free, (start, n)])
-        m.progress()
-        return None
-
-    return c.python(run)
-
-
-def free_clock(m: Machine, w: Warp, tm: TensorMemory, columns: np.ndarray, pc: int) -> None:
-    """Record a dealloc: barriers must order all accesses before it, and it needs no fence.
-
-    PTX ISA, "issue granularity": it suffices that no access is concurrent.
-    """
-    clock = clock_copy(m, w).reshape(WARP_PARTS, -1)
-    clock[CLOCK_WARP] = clock[CLOCK_KNOWN]
-    touch(m, w.cta, np.arange(LANES), columns, True, Mark(w.state.agent, own_clock(w), clock), pc)
-    tm.freed = clock if tm.freed is None else np.maximum(tm.freed, clock)
-
-
-@decodes("tcgen05.relinquish_alloc_permit")
-def relinquish(c: Context, i: Instr) -> Op:
-    def run(m: Machine, w: Warp, frag: int, mask: int) -> object:
-        if not converged(m, w, frag, mask):
-            return wait_for_lanes(m, w, frag)
-        tensor_memory(m, w.cta).relinquished = True
-        return None
-
-    return c.python(run)
-
-
-def at_cluster_end(m: Machine, cluster: Cluster) -> None:
-    for cta in cluster.ctas:
-        tm = cta.engine.get("tmem")
-        if tm is not None and tm.allocated:
-            raise MemoryFault(
-                f"cta {cta.id} exited without freeing tensor-memory columns {tm.allocated} (start: count)"
-            )
 
 
 # ------------------------------------------------------------------ loads and stores

@@ -67,12 +67,14 @@ def advance(m: Machine, w: Warp, ctas: list[Cta]) -> tuple[np.ndarray, QueueCloc
     return stamp, q
 
 
-def queue_mark(m: Machine, w: Warp, ctas: list[Cta]) -> Mark:
+def queue_mark(m: Machine, w: Warp, ctas: list[Cta], pc: int) -> Mark:
     """Return agent and clocks of a tensor-core operation that ``w`` issues."""
     stamp, q = advance(m, w, ctas)
     for other in queues_of(w.cta.cluster).values():
         for part in (CLOCK_KNOWN, CLOCK_SENT, CLOCK_LANE):
             stamp[part, other.done] = max(stamp[part, other.done], stamp[part, other.issued])
+    for cta in ctas:
+        m.core.core_incoming(m.address, w.address, cta.address, q.done, q.clock, pc)
     return Mark(q.done, q.clock, stamp, TOUCH_LANE)
 
 
@@ -84,9 +86,12 @@ def touch_chunks(m: Machine, cta: Cta, index: np.ndarray, mark: Mark, pc: int) -
     )
 
 
-def commit_clock(m: Machine, w: Warp, ctas: list[Cta]) -> np.ndarray:
+def commit_clock(m: Machine, w: Warp, ctas: list[Cta], targets: list[int], pc: int) -> np.ndarray:
     """Return what an mbarrier learns from tcgen05.commit: the thread's own work, as after fence::before_thread_sync."""
     stamp, q = advance(m, w, ctas)
     np.maximum(stamp[CLOCK_SENT], stamp[CLOCK_LANE], out=stamp[CLOCK_SENT])
     stamp[CLOCK_SENT, q.done] = q.clock
+    for target in targets:
+        cta = w.cta.cluster.resolve(target)[0]
+        m.core.core_incoming(m.address, w.address, cta.address, q.done, q.clock, pc)
     return stamp

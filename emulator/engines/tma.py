@@ -138,7 +138,7 @@ class TensorCopy:
                 )
             for cta, signal in targets:
                 if cta.exited:
-                    raise Unsupported(f"tensor copy into a CTA that has exited: {m.where(pc)}")
+                    raise MemoryFault(f"tensor copy into the shared memory of a CTA that has exited: {m.where(pc)}")
                 n, data = buffer.size, buffer.ctypes.data
                 m.check(
                     m.core.core_smem_write(
@@ -166,6 +166,7 @@ class TensorCopy:
             agent, clock = b.agent, b.phase + 1
             stamp[agent] = clock
             vc = stamp.ctypes.data
+            bulk.arrives(m, w, cta, signal, agent, clock, self.pc)
             m.core.core_shadow_box(
                 m.address,
                 cta.address,

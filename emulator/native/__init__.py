@@ -31,7 +31,7 @@ LANE_FLAGS = ["-O2", "-ftree-vectorize", "-ffp-contract=off", "-fno-math-errno",
 TENSOR_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 SOURCES = {
     **dict.fromkeys(("alu_int.c", "alu_float.c", "convert.c", "numbers.c", "memory.c", "matrix.c"), LANE_FLAGS),
-    **dict.fromkeys(("warp.c", "sync.c", "tma.c", "cp_async.c", "shadow.c", "global_shadow.c"), LANE_FLAGS),
+    **dict.fromkeys(("warp.c", "sync.c", "tma.c", "cp_async.c", "shadow.c", "global_shadow.c", "exit.c"), LANE_FLAGS),
     **dict.fromkeys(("run.c", "alloc.c", "wgmma.c", "descriptor.c", "product.c"), LANE_FLAGS),
     "tensor.c": TENSOR_FLAGS,
 }
@@ -150,6 +150,7 @@ def _signatures(lib: ctypes.CDLL) -> None:
         "core_cluster_free": (None, [P, P]),
         "core_tmem_shadow": (None, [P, P]),
         "core_new_agent": (I32, [P, P]),
+        "core_incoming": (None, [P, P, P, I32, I32, I32]),
         "core_layout": (ctypes.POINTER(U32), []),
         "core_machine_open": (None, [P, I32]),
         "core_machine_close": (None, [P]),

@@ -144,7 +144,7 @@ EXPORT void core_cluster_free(machine *M, cluster *k) {
     wgmma_free(c);
     core_shadow_free(c->shadow);
     core_shadow_free(c->tmem_shadow);
-    free(c->smem), free(c->mbar_slot), free(c->mbars), free(c->init), free(c->warps), free(c);
+    free(c->incoming), free(c->smem), free(c->mbar_slot), free(c->mbars), free(c->init), free(c->warps), free(c);
   }
   free(k->vc), free(k);
 }

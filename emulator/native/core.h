@@ -158,6 +158,7 @@ typedef struct cta {
   struct cluster *cluster;
   warp *warps;
   shadow *shadow, *tmem_shadow;
+  cell_clock *incoming; /* per agent: the last thing it has sent to this CTA from another, see exit.c */
   mbarrier *mbars;
   struct warpgroup **groups; /* wgmma.c */
   u32 smem_size, rank;
@@ -202,7 +203,7 @@ typedef struct fault {
   i32 cta[3], rank;
 } fault;
 
-enum { HAZARD_RACE, HAZARD_PROXY, HAZARD_GLOBAL, HAZARD_BARRIER, HAZARD_SITE, HAZARD_TENSOR_FENCE };
+enum { HAZARD_RACE, HAZARD_PROXY, HAZARD_GLOBAL, HAZARD_BARRIER, HAZARD_SITE, HAZARD_TENSOR_FENCE, HAZARD_EXIT };
 
 typedef struct hazard {
   i32 kind, write, other_write, pc, other_pc, agent, other_agent, tmem, rank, cluster;
@@ -293,6 +294,10 @@ void tensor_fence_after(machine *M, warp *w);
 enum { LANE_COLLECTIVE = 32 };
 void shadow_lanes(machine *M, warp *w, cta *c, u32 offset, u32 n, u32 touch, int lane, const insn *i);
 hazard *hazard_report(machine *M, hazard h);
+
+/* exit.c */
+void incoming(machine *M, warp *w, cta *c, i32 agent, i32 clock, i32 pc);
+void exit_check(machine *M, cta *c);
 
 /* wgmma.c */
 void wgmma_free(cta *c);

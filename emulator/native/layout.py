@@ -27,7 +27,7 @@ TOUCH_READ, TOUCH_WRITE, TOUCH_CHECK, TOUCH_ASYNC, TOUCH_LANE = 0, 1, 2, 4, 8
 CLOCK_KNOWN, CLOCK_PROXY, CLOCK_SENT, CLOCK_WARP, CLOCK_LANE, WARP_PARTS = range(6)
 SHARED_PARTS = CLOCK_WARP
 TMEM_SENT = 2  # in a hazard: a fence::before_thread_sync is behind the earlier access
-HAZARD_RACE, HAZARD_PROXY, HAZARD_GLOBAL, HAZARD_BARRIER, HAZARD_SITE, HAZARD_TENSOR_FENCE = range(6)
+HAZARD_RACE, HAZARD_PROXY, HAZARD_GLOBAL, HAZARD_BARRIER, HAZARD_SITE, HAZARD_TENSOR_FENCE, HAZARD_EXIT = range(7)
 
 P, U8, U16, U32, U64, I16, I32, I64 = (
     ctypes.c_void_p,
@@ -157,6 +157,7 @@ class CtaState(ctypes.Structure):
         ("warps", P),
         ("shadow", P),
         ("tmem_shadow", P),
+        ("incoming", P),
         ("mbars", P),
         ("groups", P),
         ("smem_size", U32),

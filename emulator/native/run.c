@@ -140,7 +140,10 @@ static void retire(machine *M, warp *w, frag *f, u32 lanes) {
   c->cluster->live_warps--;
   for (int k = 0; k < 16; k++) if (c->bars[k].whole) barrier_settle(M, c, &c->bars[k]);
   cluster_settle(M, c->cluster);
-  if (!c->live_warps) c->exited = 1;
+  if (!c->live_warps) {
+    c->exited = 1;
+    exit_check(M, c);
+  }
 }
 
 /* ------------------------------------------------------------------ the loop */

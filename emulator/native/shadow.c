@@ -213,6 +213,7 @@ static void touch_bytes(machine *M, cta *c, u32 offset, u32 n, const actor *a) {
 /* An access of one lane through the generic proxy. */
 void shadow_lanes(machine *M, warp *w, cta *c, u32 offset, u32 n, u32 touch_kind, int lane, const insn *i) {
   actor a = {w->actor, w->vc[w->actor], (i32)(i - M->insns), w->vc, touch_kind, 0, 1 + (u32)lane, w};
+  if (!(touch_kind & TOUCH_CHECK)) incoming(M, w, c, a.agent, a.clock, a.pc);
   touch_bytes(M, c, offset, n, &a);
 }
 

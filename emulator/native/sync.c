@@ -327,6 +327,8 @@ EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     if (TRACKED(M)) {
       release_tensor(M, w, i->aux & 16);
       clock_release_lanes(M, w, b->vc, m);
+      i32 agent = m & (m - 1) ? w->agent : w->solo;
+      incoming(M, w, c, agent, b->vc[agent], (i32)(i - M->insns));
     }
     if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon);
     if (i->o[0] != NONE) WROW(u64, i->o[0])[l] = b->phase;

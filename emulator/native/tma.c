@@ -180,6 +180,8 @@ static int load_box(machine *M, warp *w, i32 pc, const tensor_map *t, const i32 
     clock_join(b->vc, stamp, SHARED_PARTS * M->cap);
     clock = stamp[b->agent] = (i32)b->phase + 1;
     vc = stamp;
+    incoming(M, w, c, b->agent, clock, pc);
+    incoming(M, w, owner, b->agent, clock, pc);
     core_shadow_box(M, c, shared & OFFSET_MASK, t->swizzle, n, TOUCH_WRITE | TOUCH_ASYNC, b->agent, clock, vc, pc);
   }
   if (core_tma_gather(M, w, pc, t, at, buffer, vc, b->agent, clock)) return SYS_ERROR;

@@ -119,7 +119,7 @@ def test_columns_are_freed_after_every_access():
     """The other warp loads what it has shifted; only a barrier orders that before tcgen05.dealloc."""
     load = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%r5]; tcgen05.wait::ld.sync.aligned;"
     both = "add.u32 %r5, %r3, 0x200000; " + PARTS["signal"] + load
-    with pytest.raises(Hazard, match="race: (read|write) is not ordered after (read|write)"):
+    with pytest.raises(Hazard, match=r"race: (read|write) is not ordered after (read|write)"):
         hand_over({"race": True}, signal=both)
     text = HAND_OVER.replace("tcgen05.relinquish", "bar.sync 3, 64; tcgen05.relinquish")
     run_ptx(text.format(**{**PARTS, "signal": both + "bar.sync 3, 64;"}), block=64, shared=32, target="sm_100a",
