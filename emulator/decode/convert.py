@@ -11,6 +11,7 @@ TYPES = {
 }
 MODES = {"rn": 0, "rz": 1, "rm": 2, "rp": 3, "rna": 4, "rni": 0, "rzi": 1, "rmi": 2, "rpi": 3}
 SAT, RELU, FTZ, INTEGRAL = 8, 16, 32, 64  # CVT_* of convert.c
+UNSCALED = 0x7F7F  # two ue8m0 codes of 1
 NARROW = {"e4m3x2", "e5m2x2", "e2m3x2", "e3m2x2", "e2m1x2", "ue8m0x2"}
 DIRECT = {
     ("u64", "u32"), ("s64", "s32"), ("u32", "u64"), ("u32", "u16"), ("s32", "s16"), ("u16", "u32"), ("f32", "s32"),
@@ -51,7 +52,10 @@ def cvt(c: Context, i: Instr) -> Op:
         return c.lane(f"cvt_{to}_{frm}", c.dst(i.args[0], "b16"), c.src(i.args[1], "b32"), imm=flags)
     if to in ("f16x2", "bf16x2") and frm in NARROW:
         return c.lane(f"cvt_{to}_{frm}", c.dst(i.args[0], "b32"), c.src(i.args[1], "b16"), imm=flags)
-    if to not in TYPES or frm not in TYPES:
+    if (to, frm) == ("bf16x2", "s2f6x2"):  # PTX ISA 9.1
+        scale = c.src(i.args[2], "b16") if "scaled::n2::ue8m0" in i.op else c.file.constant("h", UNSCALED)
+        return c.lane("cvt_bf16x2_s2f6x2", c.dst(i.args[0], "b32"), c.src(i.args[1], "b16"), scale, imm=flags)
+    if to not in TYPES or frm not in TYPES or "scaled" in i.op:
         raise Unsupported(i.op)
     return scalar(c, i, to, frm, flags)
 

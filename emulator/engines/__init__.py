@@ -14,6 +14,7 @@ from . import (
     bulk,
     cp_async,  # noqa: F401
     launch_control,  # noqa: F401
+    store_async,  # noqa: F401
     tensor_allocation,
     tensor_copy,  # noqa: F401
     tensor_core,  # noqa: F401

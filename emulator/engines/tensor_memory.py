@@ -190,8 +190,42 @@ class PendingLoad:
     clock: int
 
 
+CANONICAL_NAN = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """.min or .max of the registers of a tcgen05.ld.red; ``row`` receives it.
+
+    PTX ISA, "tcgen05.ld" and "min": NaN loses unless .NaN is given, and -0 < +0.
+    """
+
+    row: int
+    largest: bool
+    type: str  # f32, s32, u32
+    absolute: bool = False
+    nan: bool = False
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """Return the reduction of uint32 [lane][register]."""
+        if self.type != "f32":
+            found = values.view(np.int32 if self.type == "s32" else np.uint32)
+            return (found.max(1) if self.largest else found.min(1)).view(np.uint32)
+        bits = values & np.uint32(0x7FFFFFFF) if self.absolute else values
+        is_nan = bits & np.uint32(0x7FFFFFFF) > 0x7F800000
+        # Integers in the order of the floats.
+        order = np.where(bits >> 31, np.uint32(0x7FFFFFFF) - (bits & np.uint32(0x7FFFFFFF)), bits | np.uint32(1 << 31))
+        order[is_nan] = 0 if self.largest else 0xFFFFFFFF
+        pick = (order.argmax(1) if self.largest else order.argmin(1))[:, None]
+        found = np.take_along_axis(bits, pick, 1)[:, 0]
+        found[is_nan.any(1) if self.nan else is_nan.all(1)] = CANONICAL_NAN
+        return found
+
+
 @dataclass
 class Load(Transfer):
+    reduction: Reduction | None = None
+
     def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> object:
         if not converged(m, w, frag, mask):
             return wait_for_lanes(m, w, frag)
@@ -208,8 +242,10 @@ class Load(Transfer):
                 values = (values & np.uint32(0xFFFF)) | tm.cells[lanes, columns + 1] << np.uint32(16)
             for k, row in enumerate(self.rows):
                 w.row32(row)[...] = values[:, k]
+            if self.reduction:
+                w.row32(self.reduction.row)[...] = self.reduction.of(values)
 
-        slots = np.array(self.rows) // 64
+        slots = np.array([*self.rows, *([self.reduction.row] if self.reduction else [])]) // 64
         load = PendingLoad(run, slots, agent, clock)
         if m.tracked or m.options.strict or m.defers(self.pc):
             w.state.n_busy += int((w.busy[slots] == BUSY_NO).sum())
@@ -263,14 +299,26 @@ def touched_early(m: Machine, w: Warp) -> None:
 def load(c: Context, i: Instr) -> Op:
     from .operands import address_operand
 
-    if "red" in i.parts:
-        raise Unsupported(i.op)
-    split = i.args[2].bits if len(i.args) > 2 and isinstance(i.args[2], Imm) else 0
+    args = list(i.args)
+    reduction = reduction_of(c, i, c.file.register(args.pop(1))) if "red" in i.parts else None
+    split = args[2].bits if len(args) > 2 and isinstance(args[2], Imm) else 0
     f = fragment(i, split)
-    rows = [c.file.register(r) for r in items(i.args[0])]
+    rows = [c.file.register(r) for r in items(args[0])]
     if len(rows) != f.registers:
         raise Unsupported(f"{i.op} with {len(rows)} registers")
-    return c.python(Load(i.pc, f, address_operand(c, i.args[1]), rows))
+    return c.python(Load(i.pc, f, address_operand(c, args[1]), rows, reduction))
+
+
+def reduction_of(c: Context, i: Instr, row: int) -> Reduction:
+    """Decode the modifiers of tcgen05.ld.red (PTX ISA 8.8; not on sm_100)."""
+    p, target = i.parts, c.file.kernel.target
+    of_kind = next((t for t in ("f32", "s32", "u32") if t in p), "")
+    of_shape = ("32x32b" in p or "16x32bx2" in p) and "x1" not in p
+    if not target.startswith(("sm_101", "sm_103", "sm_110")):
+        raise Unsupported(f"{i.op} on {target}, which has no tcgen05.ld.red")
+    if not of_kind or not of_shape or (("abs" in p or "NaN" in p) and of_kind != "f32"):
+        raise Unsupported(i.op)
+    return Reduction(row, "max" in p, of_kind, "abs" in p, "NaN" in p)
 
 
 @dataclass

@@ -64,6 +64,14 @@ WIDEN_BOTH(e3m2x2, table_e3m2, 8, 255)
 WIDEN_BOTH(e2m1x2, table_e2m1, 4, 15)
 WIDEN_BOTH(ue8m0x2, table_ue8m0, 8, 255)
 
+/* Two signed bytes with six fractional bits (s2f6), each times its ue8m0 scale. */
+static inline u32 widen_s2f6(u32 byte, u32 scale, u32 flags) {
+  f64 x = (f64)(i8)byte / 64 * (f64)table_ue8m0[scale];
+  return f64_to_bf16(flags & CVT_RELU && x < 0 ? 0 : x, ROUND_NEAREST, (flags & CVT_SAT) != 0);
+}
+BINARY(cvt_bf16x2_s2f6x2, u32, u16, u16, ({ u32 flags = (u32)i->imm; \
+  widen_s2f6(a >> 8, b >> 8, flags) << 16 | widen_s2f6(a & 255, b & 255, flags); }))
+
 /* Everything else. imm: flags | destination type << 8 | source type << 16 | destination row bytes << 24 | source row
  * bytes << 32. */
 enum { T_S8, T_U8, T_S16, T_U16, T_S32, T_U32, T_S64, T_U64, T_F16, T_BF16, T_F32, T_F64 };

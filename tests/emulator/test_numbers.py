@@ -146,3 +146,25 @@ def test_f16_to_f32_is_exact_for_every_code():
     nan = np.isnan(wanted)
     np.testing.assert_array_equal(got[~nan], wanted[~nan])
     assert np.isnan(got[nan]).all()
+
+
+@pytest.mark.parametrize("scale", [127, 133, 129])
+def test_signed_bytes_with_six_fractional_bits(scale):
+    """PTX ISA 9.1, "cvt": .s2f6x2 has two fractional bytes; each has its own ue8m0 scale. 133 gives integers."""
+    codes = np.arange(256, dtype=np.uint32)
+    body = (
+        f"{{ .reg .b16 h, s; cvt.u16.u32 h, %x; mov.b16 s, {scale | 127 << 8:#x}; "
+        "cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2 %z, h, s; }"
+    )
+    got = convert(body, codes | (255 - codes) << 8)
+    low, high = (got & 0xFFFF) << 16, got & 0xFFFF0000
+    signed = codes.astype(np.uint8).view(np.int8).astype(np.float32)
+    np.testing.assert_array_equal(low.view(np.float32), signed * np.float32(2.0 ** (scale - 133)))
+    np.testing.assert_array_equal(high.view(np.float32), signed[::-1] / 64)
+
+
+def test_signed_bytes_without_a_scale():
+    codes = np.arange(256, dtype=np.uint32)
+    got = convert("{ .reg .b16 h; cvt.u16.u32 h, %x; cvt.rn.relu.bf16x2.s2f6x2 %z, h; }", codes)
+    signed = codes.astype(np.uint8).view(np.int8).astype(np.float32)
+    np.testing.assert_array_equal((got << 16).view(np.float32), np.maximum(signed / 64, 0))

@@ -183,8 +183,21 @@ def test_f16_accumulators_take_a_column_each():
     assert torch.equal(d, wanted)
 
 
+@pytest.mark.parametrize(("a_major", "b_major"), [(MN, K), (K, MN), (MN, MN)], ids=["a", "b", "ab"])
+@pytest.mark.parametrize("pair", [False, True], ids=["one", "pair"])
+def test_mn_major_operands_of_8_bits(a_major, b_major, pair):
+    d, wanted = product(cutlass.Float8E4M3FN, 128, 64, 64, pair=pair, a_major=a_major, b_major=b_major)
+    assert torch.equal(d, wanted)
+
+
 @pytest.mark.parametrize("load", ["16x64b", "16x128b", "16x256b"])
 def test_load_shapes_agree_with_cute(load):
     """M = 64 keeps 16 rows in each quarter of the lanes, which the 16-lane shapes read."""
     d, wanted = product(cutlass.BFloat16, 64, 64, 64, load=load)
+    assert torch.equal(d, wanted)
+
+
+def test_16_lane_loads_of_128_rows():
+    """With M = 128, a warp needs two loads for its 32 lanes."""
+    d, wanted = product(cutlass.BFloat16, 128, 64, 64, load="16x256b")
     assert torch.equal(d, wanted)

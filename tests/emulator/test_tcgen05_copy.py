@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.device.tmem import LANES, address, descriptor, k_major, noise, run_tmem
 
-from hopwell.emulator import EmulatorError, MemoryFault
+from hopwell.emulator import EmulatorError, MemoryFault, Unsupported
 
 COLUMNS = 48
 # Shape -> rows of the source and, for each of its 32-row groups, the first lanes that receive it.
@@ -198,6 +198,59 @@ def test_packed_transfers_take_the_lower_halves_of_two_columns():
     np.testing.assert_array_equal(after[:, 16:20], low[:, 0::2] | low[:, 1::2] << 16)
     np.testing.assert_array_equal(after[:, 24:32] & 0xFFFF, low)
     np.testing.assert_array_equal(after[:, :16], before[0, :, :16])
+
+
+def reduced(rows: np.ndarray, op: str, kind: str) -> np.ndarray:
+    """Return the minimum or maximum of each row as numpy has it; a NaN in float results is the canonical one."""
+    if kind != "f32":
+        return getattr(rows.view(np.int32 if kind == "s32" else np.uint32), op)(1).view(np.uint32)
+    values = rows.view(np.float32)
+    values = np.abs(values) if ".abs" in op else values
+    ignoring = {"min": np.fmin, "max": np.fmax} if ".NaN" not in op else {"min": np.minimum, "max": np.maximum}
+    result = ignoring[op[:3]].reduce(values, 1)
+    minus, plus = (((values == 0) & (np.signbit(values) == sign)).any(1) for sign in (True, False))
+    sign = minus if op[:3] == "min" else ~plus  # -0 < +0
+    result = np.where(result == 0, np.where(sign, np.float32(-0.0), np.float32(0)), result)
+    return np.where(np.isnan(result), np.uint32(0x7FFFFFFF), result.view(np.uint32))
+
+
+@pytest.mark.parametrize("shape", ["32x32b", "16x32bx2"])
+@pytest.mark.parametrize("n", [2, 8, 16])
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    [("min", "f32"), ("max", "f32"), ("max.abs", "f32"), ("min.NaN", "f32"), ("max.abs.NaN", "f32"), ("min", "u32"),
+     ("max", "s32")],
+)  # fmt: skip
+def test_loads_that_reduce(shape, n, op, kind):
+    """The registers keep what is loaded, and one more has the reduction over them."""
+    before = noise(1, LANES, COLUMNS)
+    floats = np.random.default_rng(n).normal(size=(LANES, COLUMNS)).astype(np.float32)
+    before[0] = floats.view(np.uint32)
+    before[0, 5, 4:COLUMNS] = 0x7FC01234  # rows of NaN, with a NaN, and of zeros
+    before[0, 6, 5] = 0xFFC00001
+    before[0, 7, 4:COLUMNS] = np.where(np.arange(COLUMNS - 4) % 2, 0, 1 << 31)
+    registers = "{" + ", ".join(f"%r{32 + k}" for k in range(n)) + "}"
+    split = ", 8" if shape == "16x32bx2" else ""
+    load = f"add.u32 %r110, %r106, 4; tcgen05.ld.red.sync.aligned.{shape}.x{n}.{op}.{kind} {registers}, %r64, "
+    load += f"[%r110]{split};"
+    load += "tcgen05.wait::ld.sync.aligned; mov.b32 %r65, 0; add.u32 %r110, %r106, 30;"
+    stores = "tcgen05.st.sync.aligned.32x32b.x2.b32 [%r110], {%r64, %r65}; tcgen05.wait::st.sync.aligned;"
+    after = run_tmem("", before, everyone=load + stores + transfer("st", "32x32b", n, n, 32, 0, 0), target="sm_103a")[0]
+    loaded = np.empty((LANES, n), np.uint32)
+    for lane in range(LANES):
+        t = lane % 32
+        row, first = (t, 4) if shape == "32x32b" else (t % 16, 4 + t // 16 * 8)
+        loaded[lane] = before[0, lane - t + row, first : first + n]
+    np.testing.assert_array_equal(after[:, 32 : 32 + n], loaded)
+    np.testing.assert_array_equal(after[:, 30], reduced(loaded, op, kind))
+
+
+@pytest.mark.parametrize(("target", "form"), [("sm_100a", "32x32b.x2.max.f32"), ("sm_103a", "16x64b.x2.max.f32"),
+                                              ("sm_103a", "32x32b.x2.max.abs.s32")])  # fmt: skip
+def test_loads_that_cannot_reduce(target, form):
+    load = f"tcgen05.ld.red.sync.aligned.{form} {{%r32, %r33}}, %r64, [%r106];"
+    with pytest.raises(Unsupported, match=r"tcgen05\.ld\.red"):
+        run_tmem("", noise(1, LANES, COLUMNS), everyone=load, target=target)
 
 
 def test_a_warp_cannot_reach_the_lanes_of_another():

@@ -1,4 +1,4 @@
-"""Tensor copies and bulk copies: boxes, edges of the tensor, swizzles, multicast, groups, un-elected issue."""
+"""Tensor copies, bulk copies and st.async: boxes, edges, swizzles, gathers, multicast, pairs, un-elected issue."""
 
 from __future__ import annotations
 
@@ -148,6 +148,152 @@ def test_every_lane_issues_its_own_box():
     run_ptx(body, tmap, out, x, shared=4096 + 16, roles="in out in", race=True, proxy=True)
     wanted = torch.cat([x[8 * k : 8 * k + 4] for k in range(8)])
     assert torch.equal(out.view(32, 8), wanted)
+
+
+GATHER = (
+    "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes{form} "
+    "[%r1], [%a0, {{{column}, {rows}}}], [{bar}]{mask};"
+)
+ROWS = [(3, 0, 12, 3), (-1, 5, 16, 15)]  # rows of the tensor in any order; rows outside of it are zero
+
+
+def gathered(x: torch.Tensor, rows, column: int, width: int) -> np.ndarray:
+    inside = [x[r, column : column + width].numpy() if 0 <= r < len(x) else np.zeros(width, np.int32) for r in rows]
+    return np.stack(inside)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("schedule", ["eager", "late"])
+def test_gather_of_four_rows(rows, schedule):
+    """PTX ISA, "tiled mode: tile::gather4": coordinates are a column and four rows; the box has one row."""
+    x = matrix(16, 32) + 1
+    tmap = descriptor(I32, x, [32, 16], [128], [8, 1])
+    out = empty(32)
+    text = GATHER.format(form="", column=16, rows=", ".join(map(str, rows)), bar="%r2", mask="")
+    body = (
+        SETUP.format(bar=1024) + "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 128;\n@%p1 " + text + WAIT
+        + DUMP.format(bytes=128)
+    )  # fmt: skip
+    run_ptx(body, tmap, out, x, shared=1024 + 16, roles="in out in", race=True, proxy=True, schedule=schedule)
+    np.testing.assert_array_equal(out.numpy().reshape(4, 8), gathered(x, rows, 16, 8))
+
+
+def test_gathered_rows_are_swizzled():
+    x = matrix(64, 32)
+    tmap = descriptor(I32, x, [32, 64], [128], [32, 1], 3)
+    out = empty(128)
+    text = GATHER.format(form="", column=0, rows="50, 7, 8, 9", bar="%r2", mask="")
+    body = (
+        SETUP.format(bar=1024) + "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 512;\n@%p1 " + text + WAIT
+        + DUMP.format(bytes=512)
+    )  # fmt: skip
+    run_ptx(body, tmap, out, x, shared=1024 + 16, roles="in out in", race=True, proxy=True)
+    chunks = out.numpy().reshape(4, 8, 4)
+    for r, row in enumerate([50, 7, 8, 9]):
+        for c in range(8):
+            np.testing.assert_array_equal(chunks[r, c ^ r], x[row, 4 * c : 4 * c + 4].numpy())
+
+
+CLUSTER = (
+    SETUP.format(bar=1024) + "mov.u32 %r8, %cluster_ctarank; mul.wide.u32 %d5, %r8, {size}; add.u64 %a1, %a1, %d5;\n"
+    "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {announced}; fence.mbarrier_init.release.cluster;\n"
+    "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
+)  # fmt: skip
+MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
+
+
+def test_multicast_of_a_gather():
+    x = matrix(16, 32)
+    tmap = descriptor(I32, x, [32, 16], [128], [8, 1])
+    out = empty(2 * 32)
+    text = GATHER.format(form=".multicast::cluster", column=8, rows="9, 1, 4, 4", bar="%r2", mask=", %h1")
+    body = CLUSTER.format(size=128, announced=128) + "setp.eq.and.u32 %p4, %r8, 1, %p1; mov.b16 %h1, 3;\n@%p4 " + text
+    run_ptx(body + WAIT + DUMP.format(bytes=128) + MEET, tmap, out, x, shared=1024 + 16, grid=2, cluster=2,
+            roles="in out in", race=True, proxy=True)  # fmt: skip
+    np.testing.assert_array_equal(out.numpy().reshape(2, 4, 8), [gathered(x, (9, 1, 4, 4), 8, 8)] * 2)
+
+
+# Each CTA of a pair fills its own shared memory and signals the barrier of the even CTA, which counts both.
+LEADER = """
+    and.b32 %r9, %r2, 0xFEFFFFFF; shl.b32 %r10, %r8, 1; setp.eq.u32 %p5, %r8, 0; @!%p5 bra MET;
+    W: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; @!%p2 bra W; MET:
+"""
+
+
+@pytest.mark.parametrize("kind", ["tile", "gather"])
+@pytest.mark.parametrize("schedule", ["eager", "late"])
+def test_both_ctas_of_a_pair_load_for_the_barrier_of_one(kind, schedule):
+    """PTX ISA, "cp.async.bulk.tensor": with .cta_group::2 the mbarrier may be in the peer CTA of the destination."""
+    x = matrix(16, 32)
+    tmap = descriptor(I32, x, [32, 16], [128], [8, 4 if kind == "tile" else 1])
+    out = empty(2 * 32)
+    form = ".cta_group::2"
+    if kind == "tile":
+        copy = (
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2"
+            " [%r1], [%a0, {8, %r10}], [%r9];"
+        )
+        wanted = [gathered(x, range(2 * rank, 2 * rank + 4), 8, 8) for rank in range(2)]
+    else:
+        copy = GATHER.format(form=form, column=8, rows="%r10, 5, 4, %r8", bar="%r9", mask="")
+        wanted = [gathered(x, (2 * rank, 5, 4, rank), 8, 8) for rank in range(2)]
+    # Only the leader announces: the bytes of both CTAs.
+    body = CLUSTER.format(size=128, announced=256).replace("@%p1 mbarrier.arrive", "mov.u32 %r8, %cluster_ctarank;"
+        " setp.eq.and.u32 %p6, %r8, 0, %p1; @%p6 mbarrier.arrive")  # fmt: skip
+    first, second = LEADER.strip().split("@!%p5")
+    body += first + "@%p1 " + copy + "\n@!%p5" + second + MEET + DUMP.format(bytes=128) + MEET
+    run_ptx(body, tmap, out, x, shared=1024 + 16, grid=2, cluster=2, roles="in out in", target="sm_100a", race=True,
+            proxy=True, schedule=schedule)  # fmt: skip
+    np.testing.assert_array_equal(out.numpy().reshape(2, 4, 8), wanted)
+
+
+def test_multicast_in_a_pair_signals_the_even_cta():
+    """Both CTAs receive the rows; the barrier of the even CTA counts the bytes of both."""
+    x = matrix(16, 32)
+    tmap = descriptor(I32, x, [32, 16], [128], [8, 1])
+    out = empty(2 * 32)
+    form = ".multicast::cluster.cta_group::2"
+    copy = GATHER.format(form=form, column=8, rows="6, 5, 4, 3", bar="%r9", mask=", %h1")
+    body = CLUSTER.format(size=128, announced=256).replace("@%p1 mbarrier.arrive", "mov.u32 %r8, %cluster_ctarank;"
+        " setp.eq.and.u32 %p6, %r8, 0, %p1; @%p6 mbarrier.arrive")  # fmt: skip
+    first, second = LEADER.strip().split("@!%p5")
+    body += first + "mov.b16 %h1, 3; @%p6 " + copy + "\n@!%p5" + second + MEET + DUMP.format(bytes=128) + MEET
+    run_ptx(body, tmap, out, x, shared=1024 + 16, grid=2, cluster=2, roles="in out in", target="sm_100a", race=True,
+            proxy=True)  # fmt: skip
+    np.testing.assert_array_equal(out.numpy().reshape(2, 4, 8), [gathered(x, (6, 5, 4, 3), 8, 8)] * 2)
+
+
+# ------------------------------------------------------------------ st.async
+@pytest.mark.parametrize(("kind", "registers"), [("b32", 1), ("v2.b32", 2), ("v4.b32", 4), ("b64", 2), ("v2.b64", 4)])
+@pytest.mark.parametrize("schedule", ["eager", "late"])
+def test_asynchronous_stores_complete_bytes_of_the_peers_barrier(kind, registers, schedule):
+    """Each lane of CTA 0 stores to CTA 1, whose barrier waits for the bytes of all lanes."""
+    out, size = empty(2 * 32 * registers), 4 * registers
+    values = ", ".join(f"%r{40 + k}" for k in range(registers))
+    wide = "mov.b64 %d10, {%r40, %r41}; mov.b64 %d11, {%r42, %r43};" if "b64" in kind else ""
+    source = {"b32": "%r40", "b64": "%d10", "v2.b64": "{%d10, %d11}"}.get(kind, f"{{{values}}}")
+    fill = "".join(f"mad.lo.u32 %r{40 + k}, %tid, {registers}, {100 + k};" for k in range(4))
+    body = (
+        CLUSTER.format(size=32 * size, announced=32 * size).replace("@%p1 mbarrier.arrive", "mov.u32 %r8, "
+        "%cluster_ctarank; setp.eq.and.u32 %p6, %r8, 1, %p1; @%p6 mbarrier.arrive")
+        + f"mapa.shared::cluster.u32 %r11, %r1, 1; mapa.shared::cluster.u32 %r12, %r2, 1; {fill} {wide}"
+        + f"mad.lo.u32 %r11, %tid, {size}, %r11; setp.eq.u32 %p5, %r8, 1; @%p5 bra RECEIVE;\n"
+        + f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind} [%r11], {source}, [%r12]; bra MET;\n"
+        + "RECEIVE: " + WAIT.replace("%a1", "%a0") + DUMP.format(bytes=32 * size).replace("%a1", "%a0") + "MET:" + MEET
+    )  # fmt: skip
+    run_ptx(body.replace("%a1, %a1", "%a0, %a0"), out, shared=1024 + 16, grid=2, cluster=2, race=True, proxy=True,
+            schedule=schedule)  # fmt: skip
+    assert out[32 * registers :].tolist() == list(range(100, 100 + 32 * registers))
+
+
+def test_an_asynchronous_store_signals_the_cta_that_it_writes():
+    body = (
+        CLUSTER.format(size=0, announced=128).replace("%a1", "%d7")
+        + "mapa.shared::cluster.u32 %r11, %r1, 1; st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32"
+        " [%r11], %tid, [%r2];"
+    )
+    with pytest.raises(MemoryFault, match="or in another CTA"):
+        run_ptx(body, shared=1024 + 16, grid=2, cluster=2)
 
 
 def test_multicast_writes_every_cta_and_signals_each_barrier():

@@ -37,6 +37,7 @@ def run_tmem(
     images: Sequence[np.ndarray] = (),
     pair: bool = False,
     everyone: str = "",
+    target: str = "sm_100a",
     **settings: object,
 ) -> np.ndarray:
     """Return tensor memory [cta][lane][column] after ``single`` and then ``everyone``, which all threads execute.
@@ -107,7 +108,7 @@ def run_tmem(
     checks = {"race": True, "proxy": True, "strict": True, **settings}
     run_ptx(
         body, torch.from_numpy(source), before, after, grid=ctas, cluster=ctas, block=LANES, smem=DATA + size,
-        target="sm_100a", roles="in in out", **checks,
+        target=target, roles="in in out", **checks,
     )  # fmt: skip
     return after.numpy().view(np.uint32)
 
