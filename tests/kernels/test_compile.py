@@ -289,7 +289,7 @@ def test_spills_in_steps(config: Sm120PrefillConfig) -> None:
     instructions.
     """
     most = 26 if dequantizes_for_itself(config) else 12 if config.dequantizes else 6
-    assert Resources.of(artifact(config).cubin).step_spills <= most
+    assert Resources.of(artifact(config)).step_spills <= most
 
 
 @pytest.mark.parametrize("config", [*SM120, SM120_ON_HOPPER], ids=lambda config: config.name)

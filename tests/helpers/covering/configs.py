@@ -8,14 +8,15 @@ from typing import Any
 
 from hopwell.kernels import support
 from hopwell.kernels.config import splitting
-from hopwell.kernels.config.base import KvFetch, KvType, Tile
+from hopwell.kernels.config.base import KernelConfig, KvFetch, KvType, Tile
 from hopwell.kernels.config.decode import MOST_ROWS_IN_REGISTERS, DecodeConfig, shipped_decode_configs
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.prefill import TILES, PrefillConfig
 from hopwell.kernels.config.splitting import SWAP_AB_ROWS
-from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.problem import Family, MaskKind, ScoreKind
 from hopwell.kernels.registry import shipped_configs
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
+from hopwell.kernels.support import BLACKWELL
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 
 # Common head dims of models, and the most different kernels: three consumer warpgroups with few registers each, two of
@@ -188,6 +189,14 @@ def covering_blackwell_fp8_configs(arch: str = "sm_100a") -> list[Sm100PrefillCo
         Sm100PrefillConfig(arch, dtype, out, *dims, mask, *fetch, **choices)
         for dtype, out, dims, mask, fetch, choices in chosen
     ]
+
+
+def tcgen05_configs() -> list[KernelConfig]:
+    """Return every registered kernel with tcgen05, and the covering ones that are compiled on demand."""
+    shipped = (c for arch in BLACKWELL for family in Family for c in shipped_configs(arch, family))
+    found = dict.fromkeys(c for c in shipped if c.matrix_instruction.startswith("tcgen05"))
+    kinds = (covering_blackwell_configs, covering_blackwell_fp8_configs)
+    return [*(found | dict.fromkeys(c for arch in BLACKWELL for kind in kinds for c in kind(arch)))]
 
 
 def covering_decode_configs() -> list[DecodeConfig]:

@@ -1,0 +1,128 @@
+"""Resources of every registered kernel with tcgen05, on sm_100a and sm_103a: a new kernel is here by itself.
+
+``python -m hopwell.perf resources --arch sm_100a`` prints the same figures as a table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+
+import pytest
+from _pytest.mark import ParameterSet
+from helpers.covering.configs import covering_blackwell_configs, tcgen05_configs
+
+from hopwell.kernels.config.base import KernelConfig
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
+from hopwell.kernels.jit.toolchain import artifact
+from hopwell.kernels.registry import build
+from hopwell.kernels.support import BLACKWELL
+from hopwell.perf import resources
+from hopwell.perf.resources import Resources
+from hopwell.perf.sass import Sass
+
+SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the most that a kernel may allocate
+FEWEST_COLUMNS = 32  # of an allocation of tensor memory, a power of two
+
+
+def cell(config: KernelConfig) -> tuple[Hashable, ...]:
+    """Return the fields that decide a kernel's resources most."""
+    kind = (type(config), config.arch, config.dtype, config.kv_type)
+    return (*kind, config.head_dim_qk, config.head_dim_v)
+
+
+def cases() -> Iterator[ParameterSet]:
+    """Yield all kernels. Covering ones and the first of each cell belong to every set of tests, others to the nightly
+    one."""
+    covering = set(covering_blackwell_configs())
+    cells: set[object] = set()
+    for config in tcgen05_configs():
+        stands_for_others = config in covering or cell(config) not in cells
+        cells.add(cell(config))
+        yield pytest.param(config, id=config.name, marks=() if stands_for_others else pytest.mark.nightly)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("config", cases())
+def test_resources(config: KernelConfig) -> None:
+    built = artifact(config)
+    has, ptx = Resources.of(built), built.ptx.read_text()
+    assert (has.stack, has.local, has.spills, has.step_spills) == (0, 0, 0, 0), "registers are spilled"
+    assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"
+    (threads,) = map(int, re.findall(r"\.(?:req|max)ntid (\d+)", ptx))
+    assert threads == WARPGROUP * len(config.registers)
+    assert has.registers * threads * config.ctas_per_sm <= REGISTERS, "a CTA does not fit the SM"
+    assert WARPGROUP * sum(config.registers) <= has.registers * threads, "the roles take more than the launch has"
+    kernel, _ = build(config)
+    arch = ARCHITECTURES[config.arch]
+    assert kernel.shared_bytes <= arch.shared_bytes_of(config.ctas_per_sm)
+    assert has.system_shared <= SYSTEM_SHARED_BYTES
+    check_tensor_memory(ptx, arch.tensor_memory_columns // config.ctas_per_sm)
+
+
+def check_tensor_memory(ptx: str, columns: int) -> None:
+    """Check that a kernel allocates powers of two of columns, frees them, and is of one CTA group."""
+    taken, freed = (
+        sorted(map(int, re.findall(rf"\btcgen05\.{what}\.\S+ [^;]*, (\d+);", ptx))) for what in ("alloc", "dealloc")
+    )
+    assert taken, "no tensor memory is allocated"
+    assert taken == freed, "an allocation is not freed"
+    assert all(count >= FEWEST_COLUMNS and count & count - 1 == 0 for count in taken), "not a power of two"
+    assert sum(taken) <= columns, "more columns than tensor memory has"
+    groups = set(re.findall(r"\btcgen05\.[\w.]*?cta_group::(\d)", ptx))
+    assert len(groups) == 1, "PTX ISA: all tcgen05 instructions of a kernel have one cta_group"
+
+
+def test_every_cell_of_both_architectures_is_in_the_smaller_sets() -> None:
+    kept = [case.values[0] for case in cases() if not case.marks]
+    assert {cell(config) for config in kept} == {cell(config) for config in tcgen05_configs()}
+    assert {config.arch for config in kept} == set(BLACKWELL)
+    without_arch = [{cell(replace(c, arch="")) for c in kept if c.arch == arch} for arch in BLACKWELL]
+    assert without_arch[0] == without_arch[1], "a kernel is registered for one of the two only"
+
+
+PTX = """
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 512;
+    tcgen05.mma.cta_group::1.kind::f16 [%r1], [%r2 + 8], b, 135332880, p;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r7, 512;
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("", "", None),
+        ("dealloc.cta_group::1", "other.cta_group::1", "not freed"),
+        ("mma.cta_group::1", "mma.cta_group::2", "one cta_group"),
+        ("512", "96", "power of two"),
+        ("512", "1024", "more columns"),
+        ("alloc", "other", "no tensor memory"),
+    ],
+)
+def test_tensor_memory_that_breaks_a_rule(before: str, after: str, message: str | None) -> None:
+    ptx = PTX.replace(before, after) if before else PTX
+    if message is None:
+        check_tensor_memory(ptx, 512)
+    else:
+        with pytest.raises(AssertionError, match=message):
+            check_tensor_memory(ptx, 512)
+
+
+def test_spills_of_steps_are_found_beside_tensor_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax has no matrix instruction: its loop is a step because it loads S from tensor memory."""
+
+    class Built:
+        cubin = "kernel.cubin"
+
+        class ptx:  # noqa: N801
+            read_text = staticmethod(lambda: PTX)
+
+    class Said:
+        stdout = "REG:128 STACK:8 SHARED:1024 LOCAL:0"
+
+    code = [Sass("LDTM.x32 R4, tmem[UR4]", 0), Sass("STL [R1], R4", 0), Sass("BRA `(.L_x)", 0, 0), Sass("EXIT", 0)]
+    monkeypatch.setattr(resources, "cuda_tool", lambda name: name)
+    monkeypatch.setattr(resources.subprocess, "run", lambda *arguments, **options: Said)
+    monkeypatch.setattr(resources, "disassemble", lambda cubin: code)
+    assert Resources.of(Built) == Resources(128, 8, 1, 1, 1024, 0, 512)  # type: ignore[arg-type]
