@@ -62,7 +62,7 @@ ROWS = (
     Row("Append to a bf16, fp16, fp8 or NVFP4 cache", support.APPEND, ("16bit", "fp8_kv", "nvfp4_kv")),
 )
 NOTES = """\
-1. A model, not a measurement, predicts 77.1 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
+1. A model, not a measurement, predicts 69 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
    ([blackwell.md](docs/kernels/blackwell.md)).
 2. fp8 is no faster than bf16 with this instruction: 0.65 of the bf16 rate on an H200, at 1 x 16384 tokens.
 3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.

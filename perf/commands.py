@@ -118,15 +118,22 @@ def document(path: Annotated[Path, typer.Argument(help="Markdown file")]) -> Non
 def model(
     arch: Annotated[str, typer.Option(help=_one_of(BLACKWELL), callback=_among(BLACKWELL))] = "sm_100a",
     out: Annotated[Path | None, typer.Option(help="folder for the tables in Markdown")] = None,
+    document: Annotated[Path | None, typer.Option(help="Markdown file whose predictions to write anew")] = None,
 ) -> None:
-    """Predict prefill on a B200 from the compiled kernels; needs no GPU. Compiles what is not in the cache: minutes."""
-    from hopwell.perf.model_report import report
+    """Predict kernels with tcgen05 on B200 and B300, beside published kernels; needs no GPU.
 
-    text = report(arch)
+    Compiles what is not in the cache: minutes.
+    """
+    from hopwell.perf import documents, model_report
+
+    if document is not None:
+        documents.write_predictions(document, model_report.summary())
+        return
+    text = model_report.report(arch)
     typer.echo(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "prefill.md").write_text(text)
+        (out / "model.md").write_text(text)
 
 
 @app.command()
@@ -138,14 +145,14 @@ def warp_model(
     document: Annotated[Path | None, typer.Option(help="Markdown file whose tables to write anew")] = None,
 ) -> None:
     """Predict what kernels of mma.sync reach on cards of sm_120 from their machine code; needs no GPU."""
-    from hopwell.perf import warp_report
+    from hopwell.perf import documents, warp_report
     from hopwell.perf.warp_model import Shape, report
 
     text = warp_report.report() if cubin is None else report(cubin, Shape(warps, loaded_bytes, streams))
     if document is None:
         typer.echo(text)
     else:
-        warp_report.write_into(document, text)
+        documents.write_predictions(document, text)
 
 
 @app.command()
@@ -153,7 +160,10 @@ def resources(
     arch: Annotated[str, typer.Option(help=_one_of(ARCHS), callback=_among(ARCHS))] = DEFAULT_ARCH,
     match: Annotated[str, typer.Option(help="regular expression over kernel names", callback=_check_pattern)] = "",
 ) -> None:
-    """List registers, spills and shared memory of shipped kernels; needs no GPU. Compiles what is not in the cache."""
+    """List registers, spills, shared and tensor memory of shipped kernels; needs no GPU.
+
+    Compiles what is not in the cache.
+    """
     from hopwell.perf.resources import shipped, table
 
     configs = [*shipped(arch, match)]

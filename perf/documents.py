@@ -12,6 +12,8 @@ from hopwell.perf.results import Run
 # A comment names a run's JSON file, beside the document or relative to it, and the cases, like ``--cases`` of a sweep.
 PLACE = re.compile(r"(<!-- table of (\S+): (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
+BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
+
 
 def with_tables(document: Path) -> str:
     """Return the text of a Markdown file with the tables that its comments ask for.
@@ -44,3 +46,16 @@ def summary(folder: Path, path: str, patterns: list[str]) -> str:
             raise ValueError(f"no case of {path} is named {pattern!r}; there are {names}")
         titles |= dict.fromkeys(found)
     return f"{run.gpu}, {run.date} ([all]({Path(path).with_suffix('.md')})):\n\n{run.summary(list(titles))}"
+
+
+def write_predictions(document: Path, text: str) -> None:
+    """Put ``text`` between the marker comments of a Markdown file.
+
+    Raises:
+        ValueError: the file does not have the marker comments.
+    """
+    before, found, after = document.read_text().partition(BEGIN)
+    _, ends, after = after.partition(END)
+    if not (found and ends):
+        raise ValueError(f"{document} must have {BEGIN} and {END}, got neither or one of them")
+    document.write_text(f"{before}{BEGIN}\n{text}{END}{after}")

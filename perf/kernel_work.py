@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hopwell.emulator.ptx import Imm, Instr, Kernel, Mem, Vec, parse_module
-from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
+from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.jit.toolchain import Artifact
 from hopwell.kernels.sm100.prefill.config import Q_TILES, Sm100PrefillConfig
 from hopwell.perf.loops import Loop, around, innermost, natural_loops
 from hopwell.perf.sass import Sass, disassemble, sass_loops
+from hopwell.perf.steps import ALU, CONVERSION, FMA, MUFU, Mma
 
-ELEMENT_BYTES = 2  # of Q, K, V and P
+BLOCK_BYTES = 2 * BLOCK_COLUMNS  # of a row of K or V in a box of TMA
 
-# Units of a lane, and their instruction names in PTX and SASS.
-MUFU, FMA, ALU, CONVERSION = "MUFU", "FMA", "ALU", "conversion"
+# Instruction names of the units of a lane in PTX and SASS.
 _PTX_UNITS = {
     **dict.fromkeys(("ex2", "lg2", "rcp", "rsqrt", "sqrt"), MUFU),
     **dict.fromkeys(("fma", "add", "sub", "mul"), FMA),  # of float32; integers use the ALU
@@ -32,24 +32,6 @@ _SASS_UNITS = {
     **dict.fromkeys(("LEA", "LOP3", "SHF", "PLOP3", "IMAD"), ALU),
     "F2FP": CONVERSION,
 }
-
-
-@dataclass(frozen=True)
-class Product:
-    """One tcgen05.mma."""
-
-    rows: int
-    columns: int
-    a_in_shared: bool
-
-    @property
-    def flop(self) -> int:
-        return 2 * self.rows * self.columns * MMA_DEPTH
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the operands in shared memory."""
-        return ELEMENT_BYTES * MMA_DEPTH * (self.columns + self.rows * self.a_in_shared)
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,7 @@ class Work:
     correction: Stretch  # with the rescale of O
     calm_correction: Stretch  # without it
     store: Stretch  # of a query tile's output
-    products: tuple[Product, ...]  # of a query tile
+    products: tuple[Mma, ...]  # of a query tile
     mma_issue: int  # instructions of the warp that issues products, a step
     tensor_load: int  # bytes of a lane's tensor memory read by softmax, for a query tile
     tensor_store: int
@@ -104,12 +86,12 @@ def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
         correction=stretch(ptx.correction.path, sass.correction.path),
         calm_correction=stretch(rest(ptx.correction, rescaling), rest(sass.correction, sass_rescaling)),
         store=stretch(ptx.store.path, sass.store.path),
-        products=tuple(product(kernel.instrs[i]) for i in ptx.products.path if _is_product(kernel.instrs[i])),
+        products=_bursts(product(kernel.instrs[i]) for i in ptx.products.path if _is_product(kernel.instrs[i])),
         mma_issue=Q_TILES * len(sass.products.path) + len(steps.without(sass.products)),
         tensor_load=_tensor_bytes(softmax, "ld"),
         tensor_store=_tensor_bytes(softmax, "st"),
         rescale_bytes=_tensor_bytes(rescale, "ld"),
-        loaded_bytes=copies * BLOCK_COLUMNS * config.tile.n * ELEMENT_BYTES,
+        loaded_bytes=copies * BLOCK_BYTES * config.tile.n,
     )
 
 
@@ -137,7 +119,7 @@ class PtxLoops:
         return innermost(self.loops, lambda loop: all(self._has(loop, prefix) for prefix in prefixes))
 
     def _has_both_products(self, loop: Loop) -> bool:
-        kinds = {product(self.code[i]).a_in_shared for i in loop.path if _is_product(self.code[i])}
+        kinds = {product(self.code[i]).a_in_tensor_memory for i in loop.path if _is_product(self.code[i])}
         return len(kinds) == 2
 
 
@@ -151,7 +133,7 @@ class SassLoops:
         self.softmax, *_, self.masked_softmax = softmax
         (self.correction,) = (loop for loop in self._having("LDTM", "STTM") if not self._has(loop, "MUFU.EX2"))
         (self.store,) = (loop for loop in self._having("LDTM", "STG") if not self._has(loop, "STTM"))
-        (self.products,) = self._having("UTCHMMA tmem", "UTCHMMA gdesc")
+        (self.products,) = self._having("MMA tmem", "MMA gdesc")  # UTCHMMA in 16 bits, UTCQMMA in 8
 
     def _has(self, loop: Loop, text: str) -> bool:
         return any(text in self.code[i].text for i in loop.path)
@@ -178,7 +160,7 @@ def ptx_results(code: Iterable[Instr]) -> Counter[str]:
     results: Counter[str] = Counter()
     for one in code:
         name, kind = one.parts[0], one.parts[-1]
-        if name == "cvt" and one.parts[-2] in ("bf16x2", "f16x2"):
+        if name == "cvt" and one.parts[-2] in ("bf16x2", "f16x2", "e4m3x2"):
             results[CONVERSION] += 1
         elif name in _PTX_UNITS:
             unit = _PTX_UNITS[name]
@@ -199,13 +181,18 @@ def _is_product(one: Instr) -> bool:
     return one.op.startswith("tcgen05.mma")
 
 
-def product(one: Instr) -> Product:
+def product(one: Instr) -> Mma:
     """Read a tcgen05.mma from its instruction descriptor (PTX ISA, "Instruction descriptor": N / 8 and M / 16)."""
     a, descriptor = one.args[1], one.args[3]
     if not isinstance(descriptor, Imm):
         raise ValueError(f"no constant instruction descriptor: {one.text}")
     bits = descriptor.bits
-    return Product(rows=(bits >> 24 & 31) * 16, columns=(bits >> 17 & 63) * 8, a_in_shared=not isinstance(a, Mem))
+    return Mma(1, (bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8, isinstance(a, Mem), "cta_group::2" in one.op)
+
+
+def _bursts(products: Iterable[Mma]) -> tuple[Mma, ...]:
+    """Return a burst for each kind of MMA."""
+    return tuple(replace(one, count=count) for one, count in Counter(products).items())
 
 
 def _tensor_bytes(code: Iterable[Instr], direction: str) -> int:

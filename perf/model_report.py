@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
 from tabulate import tabulate
 
 from hopwell.kernels.jit.toolchain import artifact
-from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, Stretch, Work, work
-from hopwell.perf.model import (
-    B200,
+from hopwell.perf import blackwell_plans, calibration
+from hopwell.perf.blackwell_rates import (
     DENSE_BF16,
+    MEMORY_BY_BYTES_IN_FLIGHT,
+    MEMORY_SOURCE,
+    MMA_INTERVALS,
+    MMA_SOURCE,
+    OTHER_MEASUREMENTS,
+    RATES,
+    TMA_LOAD_CYCLES,
+    TMA_LOAD_SOURCE,
+    Rates,
+)
+from hopwell.perf.kernel_work import Stretch, Work, work
+from hopwell.perf.model import (
+    KernelModel,
     OtherShare,
     Prediction,
-    Rates,
     cases,
+    compiled,
     config_of,
     kernel_model,
     predict,
     softmax_times,
 )
 from hopwell.perf.prefill_workloads import Prefill
+from hopwell.perf.steps import ALU, CONVERSION, FMA, MUFU, StepTime
 
 SHARES = range(6)  # eighths of exp2 evaluated as polynomials
 DIMS_CASES = ("P1", "P6", "P7")  # one for each head dim
 
-_INTRODUCTION = f"""# Blackwell prefill on a B200: a model, not a measurement
+_INTRODUCTION = f"""# Attention with tcgen05: a model, not a measurement
 
-No B200 was at hand. These figures follow from the compiled kernels (their PTX and machine code) and from published
-rates, and say what the kernels would reach if every unit kept its rate. Written by `python -m hopwell.perf model`.
-TFLOP/s count what a mask leaves; the dense rate is {DENSE_BF16 / 1e12:.0f} TFLOP/s.
+Nothing here ran on a GPU of this architecture. Predictions of kernels that exist follow from their PTX and machine
+code, and predictions of planned kernels from descriptions of their steps. Both use published rates: they are the rates
+of a kernel whose units all keep their rate. `python -m hopwell.perf model` writes this file. TFLOP/s count what a mask
+leaves; the dense rate is {DENSE_BF16 / 1e12:.0f} TFLOP/s in 16 bits.
+"""
+
+_CALIBRATION = """Published kernels of other projects in the same model, described by their tiles, bytes and order. A
+speed above 1 means that the model promises more than the kernel reached. The model is believed as far as these agree:
+the range of a prediction below is its value divided by the largest and by the least speed of its family. Rows marked
+"fit" gave the model a rate, so they confirm nothing.
+"""
+
+_PLANS = """Steps of kernels that are not written. Softmax latencies are estimates, checked against the compiled 16-bit
+kernel. "Half rows" has four softmax warpgroups, and a thread has half of a row.
 """
 
 _ASSUMPTIONS = """## Assumptions
@@ -44,51 +68,88 @@ _ASSUMPTIONS = """## Assumptions
 * MMA, MUFU, FMA, conversions and bytes are counted in PTX, ALU and issue slots in machine code: only there it shows
   which maxima take three operands, which moves are left, and what the uniform datapath does (its instructions take an
   issue slot here as well).
-* An operand of tcgen05.mma is read from shared memory once for each instruction, P from tensor memory for nothing, and
-  an instruction takes as long as the slower of multiplication and reading. TMA writes through the same port.
+* An operand of tcgen05.mma is read from shared memory once for each instruction, and an operand in tensor memory costs
+  nothing. TMA and warps write through the same port. All of them together reach 0.82 of its 128 bytes a cycle.
 * K and V come from L2: heads of a group and query tiles of a request run side by side and read the same tiles.
 * The first softmax of a work tile, with a mask, overlaps with nothing, because the last P V of the tile before has been
   waited for. Loading the next Q and storing O count where they take longer than what they run beside.
 * CTAs take work tiles one by one in the kernel's order.
 * The clock does not fall under load. A B200 lowers it at its power limit, which dense products reach.
+* Decode and MLA spread keys evenly over all SMs, and add one launch. Pieces and their merge are left out.
 """
 
 
-def report(arch: str, rates: Rates = B200) -> str:
-    """Return all tables."""
-    known = {case.name: (case, _work(case, arch)) for case in cases()}
+def report(arch: str) -> str:
+    """Return all tables for an architecture."""
+    rates = RATES[arch]
+    known = _known(arch)
     predictions = [_predict(case, does, arch, rates) for case, does in known.values()]
     parts = [
         _INTRODUCTION,
-        "## Predictions\n",
+        f"GPU: {rates.gpu} ({arch}).",
+        "## Calibration\n",
+        _CALIBRATION,
+        calibration.table(),
+        "## Predictions of compiled kernels\n",
         prediction_table(predictions),
         "What is lost one after the other; the product is the share of the dense rate.\n",
         _losses(predictions),
         "\n".join(f"- {prediction.case.title}" for prediction in predictions),
-        "## Cycles of a step, by unit\n\nOf both query tiles of 128 rows, without a mask; the largest limits.\n",
-        unit_table(predictions),
+        "## Planned kernels\n",
+        _PLANS,
+        blackwell_plans.table(rates),
+        "## Cycles of a step, by unit\n\nPrefill: both query tiles of 128 rows, without a mask. MLA: one CTA of a "
+        "pair. The largest limits.\n",
+        unit_table(
+            {one.case.name: one.kernel.steady for one in predictions}
+            | {one.name: calibration.steady_step(one.loop).time(rates) for one in blackwell_plans.plans(rates)}
+        ),
         "## PTX beside machine code\n\nA warp's step of one query tile: instructions, results of a lane by unit, and "
         "the cycles that the warp takes alone.\n",
         _counts({name: known[name][1] for name in DIMS_CASES}, rates),
         "## Share of exponentials as polynomials\n\nPredicted share of the dense rate, by eighths; in brackets the "
-        "cycles of a softmax, and * where its loop spills registers.\n",
+        "cycles of a softmax, and * if its loop spills registers.\n",
         _shares([known[name][0] for name in DIMS_CASES], arch, rates),
         "## If assumptions are wrong\n\nPredicted share of the dense rate.\n",
         _variations(known.values(), arch, rates),
-        "## Rates\n\nA cycle and SM unless said; latencies in cycles.\n",
-        rate_table(rates),
+        "## Rates\n\nA cycle and SM unless stated otherwise; latencies in cycles.\n",
+        rate_table(),
+        "tcgen05.mma: cycles from issue to issue by N, and from the end of a burst until its waiting thread runs. "
+        f"{MMA_SOURCE}\n",
+        _interval_table(),
+        "Published, and used by no prediction:\n",
+        _table(OTHER_MEASUREMENTS, ["", "value", "unit", "source"], left=(0, 1, 2, 3)),
         _ASSUMPTIONS,
     ]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
 
 
-def _work(case: Prefill, arch: str) -> Work:
+def summary() -> str:
+    """Return the tables of a documentation page: both architectures, without units and rates."""
+    parts = [_CALIBRATION, calibration.table()]
+    for rates in RATES.values():
+        predictions = [_predict(case, does, rates.arch, rates) for case, does in _known(rates.arch).values()]
+        parts += [f"Compiled kernels, {rates.gpu}:\n", prediction_table(predictions)]
+        parts += [f"Planned kernels, {rates.gpu}:\n", blackwell_plans.table(rates)]
+    return "\n".join(f"{part.rstrip()}\n" for part in parts)
+
+
+def _known(arch: str) -> dict[str, tuple[Prefill, Work]]:
+    """Return the work of the compiled kernel of each case that has one."""
+    configs = {case.name: (case, config_of(case, arch)) for case in cases()}
+    return {
+        name: (case, work(config, artifact(config))) for name, (case, config) in configs.items() if config is not None
+    }
+
+
+def _model(case: Prefill, does: Work, arch: str, rates: Rates) -> KernelModel:
     config = config_of(case, arch)
-    return work(config, artifact(config))
+    assert config is not None
+    return kernel_model(compiled(does, config, rates), rates)
 
 
 def _predict(case: Prefill, does: Work, arch: str, rates: Rates) -> Prediction:
-    return predict(case, kernel_model(does, config_of(case, arch), rates), rates)
+    return predict(case, _model(case, does, arch, rates), rates)
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
@@ -128,11 +189,11 @@ def _losses(predictions: Sequence[Prediction]) -> str:
     return _table(rows, ["shape", *headers])
 
 
-def unit_table(predictions: Sequence[Prediction]) -> str:
-    """Return a table with a row for each shape and a column for each unit."""
-    units = list(predictions[0].kernel.steady.units)
-    rows = [[one.case.name, *(f"{one.kernel.steady.units[unit]:.0f}" for unit in units)] for one in predictions]
-    return _table(rows, ["shape", *units])
+def unit_table(times: Mapping[str, StepTime]) -> str:
+    """Return a table with a row for each step and a column for each unit."""
+    units = list(next(iter(times.values())).units)
+    rows = [[name, *(f"{time.units[unit]:.0f}" for unit in units)] for name, time in times.items()]
+    return _table(rows, ["step", *units])
 
 
 def _counts(known: dict[str, Work], rates: Rates) -> str:
@@ -156,10 +217,11 @@ def _shares(chosen: Sequence[Prefill], arch: str, rates: Rates) -> str:
     rows = []
     for case in chosen:
         config, cells = config_of(case, arch), []
+        assert config is not None
         for eighths in SHARES:
             other = OtherShare(**vars(config), eighths=eighths)
             does = work(other, artifact(other))
-            share = predict(case, kernel_model(does, other, rates), rates).fraction
+            share = predict(case, kernel_model(compiled(does, other, rates), rates), rates).fraction
             spills = "*" if any(one.root in ("LDL", "STL") for one in does.softmax.code) else ""
             cells.append(f"{share:.1%} ({softmax_times(does.softmax.code, rates).late:.0f}{spills})")
         rows.append([case.name, config.polynomial_eighths, *cells])
@@ -169,14 +231,14 @@ def _shares(chosen: Sequence[Prefill], arch: str, rates: Rates) -> str:
 def _variations(known: Iterable[tuple[Prefill, Work]], arch: str, rates: Rates) -> str:
     variations = {
         "as below": rates,
-        "signals and the products' latency doubled": replace(
-            rates, signal=2 * rates.signal, mma_latency=2 * rates.mma_latency
-        ),
+        "arrivals at barriers take twice as long": replace(rates, arrival=2 * rates.arrival),
         "latencies of tensor memory doubled": replace(
             rates,
             tensor_load_latency=2 * rates.tensor_load_latency,
             tensor_store_latency=2 * rates.tensor_store_latency,
         ),
+        "a column of tensor memory a cycle": replace(rates, tensor_load=rates.tensor_load // 4),
+        "all of the port of shared memory": replace(rates, shared_reach=1.0),
         "half of L2's bandwidth": replace(rates, l2_bytes=rates.l2_bytes // 2),
         "O rescaled in every step": replace(rates, rescaling=1.0),
     }
@@ -188,15 +250,38 @@ def _variations(known: Iterable[tuple[Prefill, Work]], arch: str, rates: Rates) 
     return _table(rows, ["", *(case.name for case, _ in known)])
 
 
-def rate_table(rates: Rates) -> str:
-    """Return a table of every rate and its source."""
-    clock = [
-        "clock",
-        f"{rates.clock / 1e9:.3f} GHz",
-        "at which the dense rate is the published one; boost is 1.85 to 1.965",
+def rate_table() -> str:
+    """Return a table of every rate of every architecture, and its source."""
+    clocks = [f"{rates.clock / 1e9:.3f}e9" for rates in RATES.values()]
+    source = "a second, at which the dense rate is the published one; boost is 1.85 to 1.965"
+    rows = [["clock", *clocks, source]]
+    for one in fields(Rates)[2:]:
+        sources = [one.metadata["source"], one.metadata.get("sm_103a_source")]
+        values = [f"{getattr(rates, one.name):g}" for rates in RATES.values()]
+        rows.append([one.name, *values, "; B300: ".join(filter(None, sources))])
+    in_flight = {f"{size >> 10} KiB": f"{rate / 1e12:g}" for size, rate in MEMORY_BY_BYTES_IN_FLIGHT.items()}
+    rows.append(["memory, TB/s, by bytes in flight", _listed(in_flight), "", MEMORY_SOURCE])
+    loads = {f"{size >> 10} KiB": f"{cycles}" for size, cycles in TMA_LOAD_CYCLES.items()}
+    rows.append(["TMA load", _listed(loads), "", TMA_LOAD_SOURCE])
+    return _table(rows, ["", *(rates.gpu for rates in RATES.values()), "source"], left=(0, 3))
+
+
+def _listed(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{size}: {value}" for size, value in values.items())
+
+
+def _interval_table() -> str:
+    columns = list(MMA_INTERVALS[0].cycles)
+    rows = [
+        [
+            f"{'pair' if one.pair else '1 CTA'}, M {one.rows}",
+            "tensor memory" if one.a_in_tensor_memory else "shared memory",
+            *(f"{one.cycles[n]:g}" for n in columns),
+            f"{one.signal:g}",
+        ]
+        for one in MMA_INTERVALS
     ]
-    rows = [[one.name, f"{getattr(rates, one.name):g}", one.metadata["source"]] for one in fields(rates)]
-    return _table([clock, *rows], ["", "", "source"], left=(0, 2))
+    return _table(rows, ["", "A in", *(f"N {n}" for n in columns), "signal"], left=(0, 1))
 
 
 def _table(rows: Sequence[Sequence[object]], headers: Sequence[str], left: Sequence[int] = (0,)) -> str:

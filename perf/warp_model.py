@@ -31,12 +31,11 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hopwell.kernels.hardware import LANES
-from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, sass_results
+from hopwell.perf.kernel_work import sass_results
 from hopwell.perf.loops import Loop, innermost
-from hopwell.perf.model import ISSUE, MMA, SHARED, Step
 from hopwell.perf.sass import Sass, disassemble, sass_loops
+from hopwell.perf.steps import ALU, CONVERSION, FMA, ISSUE, MEMORY, MMA, MUFU, SHARED, StepTime
 
-MEMORY = "memory"
 UNPACKING = "unpacking of e4m3"
 PLAIN_16, PLAIN_8, SCALED_8, SCALED_4 = "16-bit", "8-bit", "block-scaled 8-bit", "block-scaled 4-bit"
 SHARED_BYTES = 128  # per cycle
@@ -208,7 +207,7 @@ class Shape:
 @dataclass(frozen=True)
 class Prediction:
     card: Card
-    step: Step
+    step: StepTime
 
     @property
     def product_share(self) -> float:
@@ -219,13 +218,6 @@ class Prediction:
     def memory_share(self) -> float:
         """Share of the card's bandwidth that the model reaches."""
         return self.step.units[MEMORY] / self.step.cycles
-
-    @property
-    def next_limiter(self) -> tuple[str, float]:
-        """Second busiest unit, and the share of a step that it is busy."""
-        others = {unit: cycles for unit, cycles in self.step.units.items() if unit != self.step.limiter}
-        name = max(others, key=others.__getitem__)
-        return name, others[name] / self.step.cycles
 
 
 def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
@@ -244,7 +236,7 @@ def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
     }
     lanes = {unit: together(lambda each, unit=unit: each.results.get(unit, 0)) for unit in LANE_RATES}  # type: ignore[misc]
     units |= {unit: LANES * lanes[unit] / rate for unit, rate in LANE_RATES.items()}
-    return Prediction(card, Step(units))
+    return Prediction(card, StepTime(units))
 
 
 def report(cubin: Path, shape: Shape) -> str:
@@ -256,7 +248,7 @@ def report(cubin: Path, shape: Shape) -> str:
         [
             one.card.name,
             one.step.limiter,
-            "{} {:.0%}".format(*one.next_limiter),
+            "{} {:.0%}".format(*one.step.next_limiter),
             f"{one.product_share:.0%}",
             f"{one.memory_share:.0%}" if shape.streams else "-",
             *(f"{one.step.units[unit]:.0f}" for unit in units),

@@ -27,7 +27,6 @@ from hopwell.perf.warp_model import CARDS, HOPPER_CARD, Card, LoopWork, Predicti
 
 ARCH, HOPPER = "sm_120a", "sm_90a"
 CANDIDATE = "hopwell, pages of 64"
-BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
 BOXES32, BOXES64 = (KvFetch.PAGE_BOXES, 32), (KvFetch.PAGE_BOXES, 64)  # pages of 64 tokens as tiles
 PAGE_ROWS = (KvFetch.PAGE_ROWS, 0)
 RESULTS = Path(__file__).parent / "results" / "h200" / "sm120"
@@ -137,7 +136,7 @@ def table(known: Iterable[tuple[Loop, LoopWork]]) -> str:
     for loop, does in known:
         cells = []
         for one in (loop.predict(does, card) for card in CARDS):
-            name, busy = one.next_limiter
+            name, busy = one.step.next_limiter
             cells.append(f"{_share(loop, one):.0%}, {one.step.limiter}; {name} {busy:.0%}")
         rows.append([loop.name, str(loop.keys(does)), str(does.instructions), *cells])
     return _table(rows, ["loop", "keys of a step", "instructions of a warp", *(card.name for card in CARDS)])
@@ -207,16 +206,3 @@ def rates(family: str) -> dict[tuple[str, str], float]:
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-
-
-def write_into(document: Path, text: str) -> None:
-    """Put ``text`` between the marker comments of a Markdown file.
-
-    Raises:
-        ValueError: the file does not have the marker comments.
-    """
-    before, found, after = document.read_text().partition(BEGIN)
-    _, ends, after = after.partition(END)
-    if not (found and ends):
-        raise ValueError(f"{document} must have {BEGIN} and {END}, got neither or one of them")
-    document.write_text(f"{before}{BEGIN}\n{text}{END}{after}")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hopwell.perf import commands as command
 from hopwell.perf import precision
-from hopwell.perf.documents import with_tables
+from hopwell.perf.documents import BEGIN, END, with_tables, write_predictions
 from hopwell.perf.results import ERROR_TITLE, OVER_PEER, OVER_WIDE, Labels, Row, Run
 
 DOCUMENTS = sorted((Path(__file__).parents[2] / "docs").glob("measured*.md"))
@@ -152,6 +152,16 @@ def test_what_is_not_there_is_named(run: Run, tmp_path: Path, cases: str, path: 
     assert done.exit_code == 2
     assert message in re.sub(r"[\s│]", "", done.output)  # a narrow terminal breaks lines anywhere
     assert page.read_text() == before
+
+
+def test_predictions_are_written_into_their_place(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_predictions(page, "new\n")
+    assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match="must have"):
+        write_predictions(page, "new\n")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 from hopwell.kernels.config.base import KvType
 from hopwell.perf import commands as command
 from hopwell.perf import resources, warp_model, warp_report
-from hopwell.perf.kernel_work import ALU, CONVERSION, MUFU
+from hopwell.perf.documents import BEGIN
 from hopwell.perf.mla_workloads import MLA
-from hopwell.perf.model import ISSUE, MMA, SHARED
 from hopwell.perf.sass import Sass
+from hopwell.perf.steps import ALU, CONVERSION, ISSUE, MEMORY, MMA, MUFU, SHARED
 from hopwell.perf.warp_model import (
     CARDS,
     HOPPER_CARD,
-    MEMORY,
     PLAIN_8,
     PLAIN_16,
     SCALED_4,
@@ -115,12 +114,12 @@ def test_decode_that_another_unit_limits() -> None:
         memory = 16384 / (1792e9 / 2.617e9 / 188)
         assert found.step.limiter == limiter
         assert found.memory_share == pytest.approx(memory / max(memory, (warps + 1) * 128))
-        assert found.next_limiter == (then, pytest.approx(min(memory, (warps + 1) * 128) / found.step.cycles))
+        assert found.step.next_limiter == (then, pytest.approx(min(memory, (warps + 1) * 128) / found.step.cycles))
 
 
 def test_units_that_are_as_busy_as_each_other() -> None:
     found = predict(LoopWork({PLAIN_16: 4096}, {}, 0, 16), Shape(1, 0), PRO)
-    assert (found.step.limiter, found.next_limiter) == (MMA, (ISSUE, 1))
+    assert (found.step.limiter, found.step.next_limiter) == (MMA, (ISSUE, 1))
 
 
 def test_unpacking_of_e4m3_is_a_conversion_of_its_own() -> None:
@@ -191,16 +190,9 @@ def test_steps_of_mla_are_what_longer_requests_take_more(monkeypatch: pytest.Mon
     assert row[4] == "0.50"
 
 
-def test_tables_are_written_into_their_place(tmp_path: Path) -> None:
-    document = tmp_path / "page.md"
-    document.write_text(f"before\n{warp_report.BEGIN}\nold\n{warp_report.END}\nafter\n")
-    warp_report.write_into(document, "new\n")
-    assert document.read_text() == f"before\n{warp_report.BEGIN}\nnew\n{warp_report.END}\nafter\n"
-    document.write_text("nothing")
-    with pytest.raises(ValueError, match="must have"):
-        warp_report.write_into(document, "new\n")
+def test_the_document_has_every_loop() -> None:
     text = (Path(__file__).parents[2] / "docs" / "kernels" / "sm120.md").read_text()
-    assert all(loop.name in text.partition(warp_report.BEGIN)[2] for loop in warp_report.loops())
+    assert all(loop.name in text.partition(BEGIN)[2] for loop in warp_report.loops())
 
 
 def test_only_the_product_of_multiprocessors_and_clock_matters() -> None:

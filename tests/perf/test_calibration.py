@@ -1,0 +1,186 @@
+"""Published rates, steps as descriptions, and the model beside published kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tabulate")
+
+from hopwell.kernels.jit.toolchain import artifact
+from hopwell.perf import blackwell_plans, calibration
+from hopwell.perf.blackwell_kernels import leaves, mla, prefill
+from hopwell.perf.blackwell_rates import (
+    B200,
+    B300,
+    DENSE_BF16,
+    MMA_INTERVALS,
+    RATES,
+    interpolated,
+    mma_interval,
+    operand_bytes,
+)
+from hopwell.perf.calibration import BANDS, MLA, PUBLISHED, family_of, spread
+from hopwell.perf.kernel_work import work
+from hopwell.perf.model import cases, config_of, softmax_times
+from hopwell.perf.steps import (
+    CHAIN,
+    MEMORY,
+    MMA,
+    MUFU,
+    SHARED,
+    UNITS,
+    Arrival,
+    Chain,
+    Instructions,
+    Mma,
+    Softmax,
+    Step,
+    StepTime,
+    Traffic,
+)
+
+
+def test_every_published_kernel_is_within_the_band_of_its_family() -> None:
+    for one in PUBLISHED:
+        assert abs(one.speed - 1) <= BANDS[one.family], (one.kernel, one.case.name, one.speed)
+
+
+def test_bands_are_no_wider_than_they_need_be_and_fits_do_not_confirm() -> None:
+    """A family has published figures that no rate was chosen for, and its band is at most 0.12 wider than needed."""
+    for family, band in BANDS.items():
+        free = [one for one in PUBLISHED if one.family == family and not one.fitted]
+        assert len(free) >= 2, family
+        assert max(abs(speed - 1) for speed in spread(family)) >= band - 0.12, family
+
+
+def test_a_rate_that_is_wrong_leaves_the_band() -> None:
+    """Each family depends on its limiting rates: with others, a row of the family leaves its band."""
+    chosen = {one.family: one for one in PUBLISHED if one.arch == "sm_100a" and one.speed >= 0.99}
+    assert set(chosen) == set(BANDS)
+    for family, wrong in (
+        (calibration.MLA, replace(B200, shared_reach=1.15, hbm_bytes=1e13)),
+        (calibration.DECODE, replace(B200, hbm_bytes=1.4 * B200.hbm_bytes)),
+        (calibration.PREFILL, replace(B200, tensor_load_latency=0, mufu=32, shared_reach=1.0)),
+    ):
+        one = chosen[family]
+        wrong_speed = one.speed * calibration.seconds(one.case, one.loop, B200)
+        wrong_speed /= calibration.seconds(one.case, one.loop, wrong)
+        assert wrong_speed - 1 > BANDS[family], family
+
+
+def test_tables_have_all_rows() -> None:
+    text = calibration.table()
+    for one in PUBLISHED:
+        assert one.kernel in text
+        assert one.source in text
+        assert one.family == family_of(one.case)
+
+
+def test_points_are_interpolated() -> None:
+    points = {64: 2.0, 128: 4.0, 256: 4.0}
+    assert [interpolated(points, x) for x in (64, 96, 128, 192, 256, 512)] == [2.0, 3.0, 4.0, 4.0, 4.0, 4.0]
+
+
+def test_intervals_are_the_published_ones() -> None:
+    one = dict(pair=False, a_in_tensor_memory=False)
+    assert mma_interval(128, 64, **one)[0] == 48.6
+    assert mma_interval(128, 192, **one)[0] == pytest.approx(96.6)
+    assert mma_interval(128, 8, **one)[0] == (128 + 8) * 32 / 128, "below N 64 the operands limit"
+    assert mma_interval(128, 128, pair=True, a_in_tensor_memory=True) == (32.7, 170)
+    with pytest.raises(ValueError, match="M 256"):
+        mma_interval(256, 128, **one)
+    for row in MMA_INTERVALS:  # none is faster than the dense rate allows, nor than 128 bytes a cycle
+        for n, cycles in row.cycles.items():
+            rows = row.rows // (2 if row.pair else 1)
+            assert 2 * rows * n * 16 / cycles <= 1.002 * B200.mma_flop
+            supplied = operand_bytes(row.rows, n, pair=row.pair, a_in_tensor_memory=row.a_in_tensor_memory)
+            assert supplied / cycles <= 1.002 * B200.shared_bytes
+
+
+def test_an_architecture_is_a_row() -> None:
+    assert list(RATES) == ["sm_100a", "sm_103a"]
+    assert (B200.mufu, B300.mufu, B200.gpu, B300.gpu) == (16, 32, "B200", "B300")
+    assert B200.clock * B200.sms * B200.mma_flop == DENSE_BF16
+    assert B200.memory_bytes(1 << 20) == B200.memory_bytes(128 << 10) > B200.memory_bytes(32 << 10)
+    assert B200.tma_load(16 << 10) == 530
+
+
+def test_a_step_is_as_long_as_its_busiest_unit() -> None:
+    step = StepTime({MMA: 5.0, MUFU: 7.0, CHAIN: 6.0})
+    assert (step.limiter, step.cycles, step.next_limiter) == (MUFU, 7.0, (CHAIN, 6 / 7))
+
+
+def test_operations_add_up_and_the_slowest_chain_limits() -> None:
+    burst, other = Mma(8, 128, 128), Mma(8, 128, 128, a_in_tensor_memory=True, signals=False)
+    chains = (
+        Chain((burst, Instructions(cycles=1000), Arrival(), other)),
+        Chain((burst, Instructions(cycles=9000)), in_flight=4),
+    )
+    step = Step(128, 1e6, (burst, other, Traffic(shared=1280, memory=64)), chains)
+    time = step.time(B200)
+    assert tuple(time.units) == UNITS
+    assert time.units[MMA] == pytest.approx(8 * (64.6 + 64.5))
+    assert time.units[SHARED] == pytest.approx((8 * (8192 + 4096) + 1280) / 128 / B200.shared_reach)
+    assert time.units[MEMORY] == pytest.approx(64 / B200.memory_bytes(128 << 10))
+    assert time.units[CHAIN] == pytest.approx(max(8 * 64.6 + 140 + 1000 + 50 + 8 * 64.5, (8 * 64.6 + 140 + 9000) / 4))
+    assert step.rate(B200) == pytest.approx(1e6 / time.cycles * B200.clock * B200.sms)
+
+
+def test_bytes_of_mla_on_a_pair() -> None:
+    """K for Q K^T and A 73728 bytes each, V 65536, P twice 32768 and written 16384, loads 139264."""
+    for resident, a in ((0.0, 73728), (2 / 3, 24576)):
+        units = mla(16, resident).time(B200).units
+        assert units[SHARED] == pytest.approx((73728 + a + 65536 + 32768 + 16384 + 139264) / 128 / 0.82)
+        assert units[MEMORY] == pytest.approx(73728 / B200.memory_bytes(128 << 10))
+    half, whole = mla(8).time(B200).units, mla(16).time(B200).units
+    assert half[SHARED] == pytest.approx(whole[SHARED] / 2)
+    assert mla(16, 2 / 3, packed_rows=True).time(B200).units[MEMORY] < whole[MEMORY]
+
+
+def test_decode_reads_its_cache_once() -> None:
+    for bits, memory in ((16, 65536), (8, 32768), (4.5, 18432)):
+        assert leaves((128, 128), 8, bits).time(B200).units[MEMORY] == pytest.approx(
+            memory / B200.memory_bytes(1 << 20)
+        )
+    assert leaves((128, 128), 8).time(B200).limiter == MEMORY
+    assert leaves((576, 512), 16, latent=True).flop == 2 * 16 * 128 * (576 + 512)
+
+
+def test_half_rows_shorten_the_chain_and_keep_the_work() -> None:
+    whole, half = (prefill((128, 128), 8, half_rows=halves).steady for halves in (False, True))
+    before, after = whole.time(B200).units, half.time(B200).units
+    assert after[CHAIN] < 0.8 * before[CHAIN]
+    assert (after[MMA], after[SHARED], after[MUFU]) == (before[MMA], before[SHARED], before[MUFU])
+    assert whole.flop == half.flop == 4 * 256 * 128 * 128
+
+
+def test_plans_have_a_row_for_each_kernel_and_a_limiter() -> None:
+    for rates in RATES.values():
+        found = list(blackwell_plans.plans(rates))
+        assert len({one.name for one in found}) == len(found) == 21
+        assert {one.family for one in found} == set(BANDS)
+        for one in found:
+            assert 0 < one.rate(rates) < (2 * DENSE_BF16 / 1e12 if one.family != calibration.DECODE else 7260), one.name
+        assert sum(one.family == MLA for one in found) == 4
+
+
+def test_the_page_has_the_tables_of_this_model() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels" / "blackwell.md").read_text()
+    again = "python -m hopwell.perf model --document docs/kernels/blackwell.md writes them again"
+    for table in (calibration.table(), *map(blackwell_plans.table, RATES.values())):
+        assert table in page, again
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["P1", "P6", "P7"])
+def test_the_estimate_of_softmax_is_that_of_compiled_code(name: str) -> None:
+    case = next(case for case in cases() if case.name == name)
+    config = config_of(case, "sm_100a")
+    assert config is not None
+    found = softmax_times(work(config, artifact(config)).softmax.code, B200).late
+    n, held = config.tile.n, config.early_keys
+    estimate = Softmax(n, 256, config.polynomial_eighths, again=n - held).latency(B200)
+    assert estimate == pytest.approx(found, rel=0.08)
