@@ -44,12 +44,12 @@ def _no_nvfp4(t: DecodeTensors) -> None:
         raise NotImplementedError("no NVFP4 cache")
 
 
-def flashinfer_fa2(page_size: int) -> Candidate:
-    """Decode on tensor cores, planned once."""
+def flashinfer_planned(page_size: int, *, backend: str) -> Candidate:
+    """Decode on tensor cores, planned once: fa2 with mma.sync, and cute-dsl for B200 and B300."""
 
     def prepare(t: DecodeTensors) -> Call:
         work, out, pages = t.work, t.output(), t.pages(page_size)
-        options = dict(use_tensor_cores=True, backend="fa2")
+        options = dict(use_tensor_cores=True, backend=backend)
         wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(peer_workspace(), "NHD", **options)
         starts, in_last = page_starts(t.kv_lens, page_size)
         sizes = (work.heads, work.kv_heads, work.head_dim, page_size)
@@ -58,6 +58,33 @@ def flashinfer_fa2(page_size: int) -> Candidate:
         wrapper.plan(starts, pages.used, in_last, *sizes, sm_scale=work.scale, **dtypes, **drafts)
         scales = {} if pages.scales is None else dict(kv_cache_sf=pages.scales)
         return lambda: wrapper.run(t.q, (pages.key, pages.value), out=out, **scales)
+
+    return prepare
+
+
+flashinfer_fa2, flashinfer_cute_dsl = (partial(flashinfer_planned, backend=backend) for backend in ("fa2", "cute-dsl"))
+
+
+def trtllm_gen(page_size: int) -> Candidate:
+    """Prepare TensorRT-LLM's kernels for B200 and B300; the cache has heads before tokens, their fastest layout."""
+
+    def prepare(t: DecodeTensors) -> Call:
+        _no_nvfp4(t)  # block scales of V are interleaved there, as in prefill
+        work, pages = t.work, t.pages(page_size)
+        return partial(
+            flashinfer().decode.trtllm_batch_decode_with_kv_cache,
+            t.q,
+            tuple(pool.transpose(1, 2).contiguous() for pool in (pages.key, pages.value)),
+            peer_workspace(),
+            pages.table,
+            t.kv_lens,
+            max(work.kv_lens),
+            bmm1_scale=work.scale,
+            bmm2_scale=1.0,
+            out=t.output(),
+            backend="trtllm-gen",
+            q_len_per_req=work.q_len,
+        )
 
     return prepare
 
@@ -149,6 +176,8 @@ def fa4(page_size: int) -> Candidate:
 DECODE: dict[str, Candidate] = {
     **for_pages("hopwell", hopwell_paged, 16, 64),
     **for_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
+    **for_pages("FlashInfer trtllm-gen", trtllm_gen, 16, 64),
+    **for_pages("FlashInfer cute-dsl", flashinfer_cute_dsl, 64, 128),
     **for_pages("FlashInfer xqa", flashinfer_xqa, 16, 64),
     **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
     **for_pages("FlashAttention 3", fa3, 16, 64),

@@ -53,6 +53,25 @@ def _fmha_v2(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, 
     )
 
 
+def _context(
+    function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, cache: Any, table: torch.Tensor, **options: Any
+) -> partial[Any]:
+    """Return a call of hopwell's context entry or of its FlashInfer counterpart."""
+    return partial(
+        function,
+        t.q,
+        cache,
+        workspace,
+        table,
+        *_lengths(t),
+        window_left=t.work.window_left,
+        out=t.output(),
+        skip_softmax_threshold_scale_factor=t.work.skip_softmax or None,
+        causal=t.work.causal,
+        **options,
+    )
+
+
 def _cudnn(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *pages: torch.Tensor, table: Any) -> Call:
     """Return the candidate of cuDNN's entry, whose offsets count elements."""
     work = t.work
@@ -102,20 +121,15 @@ def hopwell_paged(page_size: int) -> Candidate:
         if not t.work.causal and t.work.q_dtype is t.work.kv_dtype is BF16:
             pages = key.transpose(1, 2), value.transpose(1, 2)
             return _cudnn(hopwell.cudnn_batch_prefill_with_kv_cache, t, t.q, *pages, table=table)
-        return partial(
+        return _context(
             hopwell.trtllm_batch_context_with_kv_cache,
+            t,
             t.q,
             (key, value),
-            t.q,
             table,
-            *_lengths(t),
-            window_left=t.work.window_left,
-            out=t.output(),
             kv_layout="NHD",
             sinks=t.sinks,
-            skip_softmax_threshold_scale_factor=t.work.skip_softmax or None,
             kv_block_scales=scales,
-            causal=t.work.causal,
         )
 
     return prepare
@@ -142,7 +156,7 @@ def fa4(page_size: int | None = None) -> Candidate:
     def prepare(t: Tensors) -> Call:
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        _only_bf16(t)
+        _only_one_dtype(t)
         work, out = t.work, t.output()
         q, k, v, o = t.q, t.k, t.v, out
         options: dict[str, Any] = {}
@@ -159,7 +173,7 @@ def fa4(page_size: int | None = None) -> Candidate:
             options |= dict(window_size_left=work.window_left, window_size_right=0)
         else:
             options |= dict(causal=work.causal)
-        sinks = None if t.sinks is None else t.sinks.to(t.dtype)
+        sinks = None if t.sinks is None else t.sinks.to(BF16)
 
         def call() -> torch.Tensor:
             _flash_attn_fwd(q, k, v, out=o, learnable_sink=sinks, **options)
@@ -324,12 +338,13 @@ def flashinfer_cudnn(page_size: int | None = None) -> Candidate:
 
 
 def flashinfer_planned(page_size: int | None = None, *, backend: str) -> Candidate:
-    """Prepare a backend of FlashInfer, planned once as its wrappers require: fa3 for Hopper, fa2 with mma.sync
-    elsewhere.
+    """Prepare a backend of FlashInfer, planned once as its wrappers require.
+
+    fa3 is for Hopper, cute-dsl and cutlass are for B200 and B300, and fa2 has mma.sync for all.
     """
 
     def prepare(t: Tensors) -> Call:
-        if backend == "fa2":
+        if backend != "fa3":
             _only_bf16(t)
         _only_one_dtype(t)
         peer, work, out = flashinfer(), t.work, t.output()
@@ -370,7 +385,51 @@ def flashinfer_planned(page_size: int | None = None, *, backend: str) -> Candida
     return prepare
 
 
-flashinfer_fa2, flashinfer_fa3 = (partial(flashinfer_planned, backend=backend) for backend in ("fa2", "fa3"))
+flashinfer_fa2, flashinfer_fa3, flashinfer_cute_dsl, flashinfer_cutlass = (
+    partial(flashinfer_planned, backend=backend) for backend in ("fa2", "fa3", "cute-dsl", "cutlass")
+)
+
+
+def trtllm_gen(page_size: int) -> Candidate:
+    """Prepare TensorRT-LLM's kernels for B200 and B300 over pages; the cache has heads before tokens, their fastest
+    layout."""
+
+    def prepare(t: Tensors) -> Call:
+        key, value, table, _, scales = t.pages(page_size)
+        cache, scales = (_heads_first(pair) for pair in ((key, value), scales))
+        options = {} if scales is None else dict(kv_cache_sf=scales)
+        sinks = None if t.sinks is None else [t.sinks]
+        function = flashinfer().prefill.trtllm_batch_context_with_kv_cache
+        return _context(function, t, peer_workspace(), cache, table.clamp(min=0), sinks=sinks, **options)
+
+    return prepare
+
+
+def _heads_first(pair: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
+    return None if pair is None else tuple(pages.transpose(1, 2).contiguous() for pages in pair)
+
+
+def trtllm_gen_ragged(t: Tensors) -> Call:
+    """Prepare TensorRT-LLM's kernels over contiguous keys, which serve head dims 128, 256 and 192/128."""
+    work = t.work
+    _only_one_dtype(t)
+    lens, q_len, kv_len, scale, v_scale, batch, q_starts, kv_starts = _lengths(t)
+    return partial(
+        flashinfer().prefill.trtllm_ragged_attention_deepseek,
+        *(t.q, t.k, t.v, peer_workspace(), lens, q_len, kv_len, scale, v_scale),
+        o_sf_scale=1.0,
+        batch_size=batch,
+        window_left=work.window_left,
+        cum_seq_lens_q=q_starts,
+        cum_seq_lens_kv=kv_starts,
+        enable_pdl=None,
+        is_causal=work.causal,
+        return_lse=False,
+        attention_sinks=t.sinks,
+        skip_softmax_threshold_scale_factor=work.skip_softmax or None,
+        out=t.output(),
+    )
+
 
 PREFILL: dict[str, Candidate] = {
     "hopwell": hopwell_dense,
@@ -383,6 +442,11 @@ PREFILL: dict[str, Candidate] = {
     **for_pages("FlashInfer fa3", flashinfer_fa3, 16, 64),
     "FlashInfer fa2": flashinfer_fa2(),
     **for_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
+    "FlashInfer trtllm-gen": trtllm_gen_ragged,
+    **for_pages("FlashInfer trtllm-gen", trtllm_gen, 16, 64),
+    "FlashInfer cute-dsl": flashinfer_cute_dsl(),
+    **for_pages("FlashInfer cute-dsl", flashinfer_cute_dsl, 64),
+    "FlashInfer cutlass": flashinfer_cutlass(),
     "FlashInfer FMHAv2": flashinfer_fmha_v2(),
     **for_pages("FlashInfer FMHAv2", flashinfer_fmha_v2, 16, 64),
     "FlashInfer cuDNN": flashinfer_cudnn(),
