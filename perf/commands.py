@@ -96,7 +96,10 @@ def compile_ahead(
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="JSON file of a run")]) -> None:
     """Write a run's Markdown and plots again, with cases in the order of their family; needs no GPU."""
-    run = Run.load(path)
+    try:
+        run = Run.load(path)
+    except ValueError as fault:
+        raise typer.BadParameter(str(fault)) from None
     for family in _families():
         if family.labels.family == run.labels.family:
             run.sort([case.title for case in family.cases])

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hopwell.perf import MissingError, colors
+from hopwell.perf import MissingError, colors, schema
 from hopwell.perf.precision import PARTS_OF_FILES, SIXTEEN_BITS, by_precision, name_of, wide_name
 
 PACKAGES = (
@@ -115,8 +115,16 @@ class Run:
 
     @staticmethod
     def load(path: Path) -> Run:
-        raw: dict[str, Any] = json.loads(path.read_text())
-        return Run(**(raw | {"labels": Labels(**raw["labels"]), "rows": [Row(**row) for row in raw["rows"]]}))
+        """Read a run.
+
+        Raises:
+            ValueError: the file is not a run; the message names the field.
+        """
+        try:
+            raw = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path.name} is not JSON: {error}") from None
+        return schema.read(Run, raw, path.name)
 
     def write(self, path: Path) -> None:
         """Write only the figures, as JSON."""
