@@ -37,15 +37,18 @@ REGISTER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 2
 # Rare head dims are compiled on demand only.
 RARE_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS))
 OTHER_HEAD_DIMS = (*REGISTER_HEAD_DIMS, *RARE_HEAD_DIMS)
+PREFILL_HEAD_DIMS = (*COMMON_HEAD_DIMS, *OTHER_HEAD_DIMS)
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_NVFP4_HEAD_DIMS = (64, 128, 256)  # each lane has an equal part of a row, and a row consists of whole blocks
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 FP8_DS_MLA_HEAD_DIMS = (576, 512)  # of caches with rows of 656 bytes
-FP8_HEAD_DIMS = tuple(  # of prefill with 8-bit operands, whose rows are multiples of 16 bytes
+SHIPPED_FP8_HEAD_DIMS = tuple(  # of prefill kernels with 8-bit operands that are compiled ahead
     dims for dims in (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
 )
-NVFP4_HEAD_DIMS = tuple(dims for dims in FP8_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64)  # scales are read by fours
+NVFP4_HEAD_DIMS = tuple(  # scales are read by fours
+    dims for dims in SHIPPED_FP8_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
+)
 
 HOPPER = hardware.with_instruction("wgmma")
 BLACKWELL = hardware.with_instruction("tcgen05")

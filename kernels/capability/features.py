@@ -29,11 +29,11 @@ from hopwell.kernels.support import (
     DECODE_HEAD_DIMS,
     DECODE_NVFP4_HEAD_DIMS,
     FMHA_V2,
-    FP8_HEAD_DIMS,
     MLA,
     MLA_HEAD_DIMS,
     NVFP4_HEAD_DIMS,
     OTHER_HEAD_DIMS,
+    PREFILL_HEAD_DIMS,
     SAME_AS,
     XQA,
 )
@@ -181,13 +181,6 @@ _FP8_OUT = _PREFILL.row(
     "fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", dict(out=FP8, **_BYTES_IN), shown=dict(out=FP8)
 )
 _SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "extras", "skip-softmax", dict(skip_softmax=1.0))
-_PREFILL_FP8_HEAD_DIMS = _PREFILL.row(
-    "8bit_head_dim",
-    "head dims",
-    f"with fp8 query or KV: {_joined(FP8_HEAD_DIMS)}",
-    *_over("dims", FP8_HEAD_DIMS, **_BYTES_IN),
-    *_over("dims", FP8_HEAD_DIMS, kv=FP8),
-)
 _PREFILL_HEAD_DIMS = (
     *_PREFILL.with_others(
         _PREFILL.row(
@@ -204,13 +197,12 @@ _PREFILL_HEAD_DIMS = (
         ),
         _PREFILL.row("large_head_dim", "head dims", "head dim 512", dict(dims=(512, 512))),
     ),
-    _PREFILL_FP8_HEAD_DIMS,
-    _PREFILL.no_row(
-        "other_8bit_head_dim",
+    _PREFILL.row(
+        "8bit_head_dim",
         "head dims",
-        "other head dims with fp8 query or KV",
-        _PREFILL_FP8_HEAD_DIMS,
-        shown=[dict(kv=FP8)],
+        "with fp8 query or KV: the same head dims",
+        *_over("dims", PREFILL_HEAD_DIMS, **_BYTES_IN),
+        *_over("dims", PREFILL_HEAD_DIMS, kv=FP8),
     ),
 )
 _PREFILL_NVFP4_HEAD_DIMS = _PREFILL.row(

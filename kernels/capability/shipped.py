@@ -32,7 +32,7 @@ def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) 
 
 def _eight_bit_configs(arch: str, dtypes: list[tuple[str, str]], **types: Any) -> Iterator[PrefillConfig]:
     """Yield the prefill kernels that read 8-bit keys and values, for ``dtypes`` of (query, output)."""
-    for (dtype, out), dims, mask in itertools.product(dtypes, support.FP8_HEAD_DIMS, MASKS):
+    for (dtype, out), dims, mask in itertools.product(dtypes, support.SHIPPED_FP8_HEAD_DIMS, MASKS):
         kind = registry.prefill_type(arch, dims, **types)
         for choices in kind.all_choices(dims, mask):
             tile = kind.tile_of(dims, **choices, **types, uses_fp8_mma=dtype == "e4m3")

@@ -122,10 +122,15 @@ class PrefillLayout(OperandLayout):
         return rounded_up(self.config.tile.n, HALFWORD_BYTES * BLOCK_COLUMNS)
 
     @property
+    def transposed_rows(self) -> int:
+        """Rows of a transposed V tile: the columns that all warpgroups multiply."""
+        return self.depth[1] * self.config.v_splits
+
+    @property
     def converted_bytes(self) -> dict[str, int]:
         """Bytes of a tile of K and of V as multiplied, if they are converted."""
         if self.config.transposes_v:
-            return {"v": self.depth[1] * self.transposed_columns}
+            return {"v": self.transposed_rows * self.transposed_columns}
         if self.config.dequantizes_in_place:
             return {}
         key, value = (self.config.tile.n * columns * HALFWORD_BYTES for columns in self.operand_columns)

@@ -173,7 +173,10 @@ class PrefillConfig(KernelConfig):
         step = min(tile.n, _MIDDLE_DIMS.n)
         if dims == (128, 128) and not short_steps:
             step = BYTE_STEP if promotes else PART_STEP
-        return replace(tile, m=_MIDDLE_DIMS.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
+        m, stages = min(tile.m, _MIDDLE_DIMS.m), 2
+        if tile.splits_v:  # one stage of transposed V takes 64 KiB
+            step, stages = SHORT_STEP, 1
+        return replace(tile, m=m, n=step, kv_stages=stages, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
 
     @classmethod
     def dequantized_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType, by_two: bool) -> Tile:
@@ -181,12 +184,13 @@ class PrefillConfig(KernelConfig):
 
         With ``by_two``, K and V have one converting warpgroup each if shared memory has the stages for it.
         """
+        m = min(tile.m, _MIDDLE_DIMS.m)
         if max(dims) > DEQUANTIZED_APART_TO:
-            return replace(tile, m=_MIDDLE_DIMS.m, **_CONVERTING)
+            return replace(tile, m=m, **_CONVERTING)
         has_pairs = max(dims) <= DEQUANTIZED_PAIRS_TO
         return replace(
             tile,
-            m=_MIDDLE_DIMS.m,
+            m=m,
             kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
             source_stages=(2, 1) if has_pairs else (1, 1),
             **_CONVERTING | (_CONVERTED_BY_TWO if by_two and has_pairs else {}),
@@ -341,12 +345,11 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str,
     packed = problem.kv_scales is not None
     if not packed and fp8 not in types:
         return KvType.WIDE
-    served = support.NVFP4_HEAD_DIMS if packed else support.FP8_HEAD_DIMS
-    if dims not in served:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in served)
+    if packed and dims not in support.NVFP4_HEAD_DIMS:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in support.NVFP4_HEAD_DIMS)
         raise NotImplementedError(
-            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with "
-            f"{'NVFP4 K and V' if packed else f'{fp8} operands'}; supported: {listed}"
+            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with NVFP4 K and V; "
+            f"supported: {listed}"
         )
     if packed and KvType.NVFP4 in kind.kv_types:
         queries = QUERY_DTYPES if kind.can_dequantize_q else DTYPES

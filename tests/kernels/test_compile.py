@@ -66,6 +66,8 @@ FP8_PREFILL = [
         ("fp16", (64, 64), ROWS),
         ("bf16", (192, 128), PAGES64),
         ("bf16", (256, 256), PAGES64),
+        ("bf16", (512, 512), PAGES16),
+        ("bf16", (40, 40), ROWS),
     )
 ]
 # The first two would spill with a converting warpgroup each for K and V. The third has both, and the highest register
@@ -130,6 +132,8 @@ SM120 += [
         ("bf16", "bf16", (128, 128), MaskKind.FULL, PAGES16, dict(kv_type=KvType.E4M3)),
         ("bf16", "bf16", (80, 80), MaskKind.FULL, PAGES16, dict(kv_type=KvType.E4M3)),
         ("bf16", "bf16", (192, 192), MaskKind.FULL, PAGES16, dict(kv_type=KvType.E4M3)),
+        ("e4m3", "bf16", (512, 512), MaskKind.CAUSAL, PAGES16, {}),
+        ("bf16", "bf16", (512, 512), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.E4M3)),
         ("bf16", "bf16", (192, 192), MaskKind.SLIDING_WINDOW, ROWS, dict(kv_type=KvType.NVFP4, packs_heads=True)),
     )
 ]

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 import pytest
 from helpers.host.warps import Lanes
 
+from hopwell.kernels.config.base import MMA_DEPTH, rounded_up
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.core import copy
@@ -23,7 +24,7 @@ from hopwell.kernels.sm90.prefill.fp8 import (
     NSliceOperands,
     n_slice_columns,
 )
-from hopwell.kernels.support import FP8_HEAD_DIMS
+from hopwell.kernels.support import PREFILL_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
 
@@ -152,7 +153,7 @@ def test_transposed_keys_and_columns(
     width = -(-keys // 128) * 128
     layout = SimpleNamespace(
         columns=(loaded, loaded),
-        depth=(columns, columns),
+        transposed_rows=columns,
         transposed_columns=width,
         converted_bytes=dict(v=columns * width),
     )
@@ -214,12 +215,13 @@ def test_n_slices_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) ->
     assert operands.o == [(1.0 + i) * factors[row] + 0.25 * i for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("dims", FP8_HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("dims", PREFILL_HEAD_DIMS, ids=str)
 def test_parts_of_v_begin_at_swizzle_atoms(dims: tuple[int, int]) -> None:
     """The products together have all columns."""
-    n = PrefillConfig.tile_of(dims, skip_softmax=True, uses_fp8_mma=True).n
-    width = n_slice_columns(dims[1], n)
-    assert dims[1] % width == 0
+    tile = PrefillConfig.tile_of(dims, skip_softmax=True, uses_fp8_mma=True)
+    n, depth = tile.n, rounded_up(dims[1], MMA_DEPTH) // (2 if tile.splits_v else 1)  # of a warpgroup
+    width = n_slice_columns(depth, n)
+    assert depth % width == 0
     assert width % copy.ATOM_ROWS == 0
     assert width <= N_SLICE_COLUMNS
-    assert n // 2 + n // 8 + dims[1] // 2 + width // 2 <= PRODUCT_REGISTERS
+    assert n // 2 + n // 8 + depth // 2 + width // 2 <= PRODUCT_REGISTERS

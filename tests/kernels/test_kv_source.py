@@ -327,7 +327,8 @@ def copies(source: Any, rows: list[int], stage: int, warp: Warp) -> dict[int, in
         assert order == ["copy", "arrive when copied"]
     assert warp.named("arrive when copied") == [("full",)] * 32
     written: dict[int, int | None] = {}
-    for destination, address, wanted in warp.named("copy"):
+    for destination, address, wanted, *size in warp.named("copy"):
+        assert size in ([], [16])
         assert destination not in written, "written twice"
         written[destination] = address if wanted else None
     return written

@@ -18,7 +18,14 @@ from hopwell.kernels.problem import (
     BlockScales,
 )
 from hopwell.kernels.registry import resolve
-from hopwell.kernels.support import COMMON_HEAD_DIMS, CONTEXT, FP8_HEAD_DIMS, REGISTER_HEAD_DIMS
+from hopwell.kernels.support import (
+    ARCHS,
+    COMMON_HEAD_DIMS,
+    CONTEXT,
+    NVFP4_HEAD_DIMS,
+    PREFILL_HEAD_DIMS,
+    REGISTER_HEAD_DIMS,
+)
 
 ARCH = "sm_90a"
 HEAD_DIMS = (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS)
@@ -89,16 +96,26 @@ class TestRefusals:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
     @pytest.mark.parametrize("dims", PrefillConfig.all_tiles(), ids=str)
     def test_head_dims_with_operands_of_8_bits(self, dims: tuple[int, int], dtype: torch.dtype) -> None:
-        """The table refuses head dims without a kernel, with the entry's name, before kernel selection."""
+        """Operands of 8 bits have all head dims of 16-bit operands on every architecture."""
         views = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
         problem = paged(*views, query=empty(600, 4, dims[0], dtype=dtype))
-        if dims in FP8_HEAD_DIMS:
+        for arch in ARCHS:
+            require_problem(CONTEXT, problem, arch)
+            assert resolve(problem, arch).kv_bytes == 1
+
+    @pytest.mark.parametrize("dims", [dims for dims in PREFILL_HEAD_DIMS if dims[0] % 64 == 0], ids=str)
+    def test_head_dims_with_nvfp4(self, dims: tuple[int, int]) -> None:
+        """The table refuses head dims without a kernel, with the entry's name, before kernel selection."""
+        dim_qk, dim_v = dims
+        key, value = (empty(5, 2, 16, dim // 2, dtype=torch.uint8) for dim in dims)
+        scales = BlockScales(*(empty(5, 2, 16, dim // 16, dtype=torch.float8_e4m3fn) for dim in dims))
+        problem = paged(key, value, query=empty(600, 4, dim_qk), kv_scales=scales)
+        if dims in NVFP4_HEAD_DIMS:
             require_problem(CONTEXT, problem, "sm_90a")
-            assert resolve(problem, "sm_90a").kv_bytes == 1
         else:
-            with pytest.raises(NotImplementedError, match=f"^{CONTEXT} on sm_90a supports .* with fp8 query or KV: "):
+            with pytest.raises(NotImplementedError, match=f"^{CONTEXT} on sm_90a supports .* with NVFP4 caches: "):
                 require_problem(CONTEXT, problem, "sm_90a")
-            assert f"{dims[0]}/{dims[1]} have no prefill kernel" in self.refusal(problem)
+            assert f"{dim_qk}/{dim_v} have no prefill kernel on sm_90a with NVFP4" in self.refusal(problem)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str)
     @pytest.mark.parametrize("role", ["key", "value"])

@@ -14,8 +14,8 @@ from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, T
 from hopwell.kernels.registry import prefill_type, resolve, shipped_configs
 from hopwell.kernels.sm100.prefill.config import FP8_TILES, Sm100PrefillConfig
 from hopwell.kernels.support import (
-    FP8_HEAD_DIMS,
     PREFILL_TYPES,
+    SHIPPED_FP8_HEAD_DIMS,
     SPARSE_MLA_HEAD_DIMS,
     TYPES_16BIT,
     TYPES_FP8,
@@ -60,7 +60,9 @@ def problem(
 @pytest.mark.parametrize("types", PREFILL_TYPES)
 def test_calls_find_their_kernels(types: str, arch: str) -> None:
     shipped = {config.name for config in kernels_to_ship(arch, (types,)) if config.family is Family.PREFILL}
-    head_dims = prefill_type(arch).tiles if types == TYPES_16BIT else FP8_HEAD_DIMS  # all others are compiled on demand
+    head_dims = (
+        prefill_type(arch).tiles if types == TYPES_16BIT else SHIPPED_FP8_HEAD_DIMS
+    )  # all others are compiled on demand
     masks = [Mask(kind, window_left=left, chunk=64) for kind in MASKS for left in (100, 1000)]
     for dims, dtypes, page_size, mask, q_len in itertools.product(
         [dims for dims in DIMS if dims in head_dims], OPERANDS[types], (None, 1, 8, 16, 128), masks, (4, 300)
@@ -74,7 +76,7 @@ def test_every_kernel_once() -> None:
     fp8_mma = [c for c in shipped if c.family in (Family.PREFILL, Family.MLA) and c.uses_fp8_mma]
     assert fp8_mma == list(kernels_to_ship("sm_90a", (TYPES_FP8,)))
     dims = {family: {(c.head_dim_qk, c.head_dim_v) for c in fp8_mma if c.family is family} for family in Family}
-    assert dims[Family.PREFILL] == set(FP8_HEAD_DIMS)
+    assert dims[Family.PREFILL] == set(SHIPPED_FP8_HEAD_DIMS)
     assert dims[Family.MLA] == set(SPARSE_MLA_HEAD_DIMS)
 
 

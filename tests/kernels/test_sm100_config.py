@@ -14,8 +14,6 @@ from hopwell.kernels.config.base import DTYPES, KvFetch, kv_fetch
 from hopwell.kernels.config.prefill import resolve_prefill
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.kernel import work_queue_stride
-from hopwell.kernels.parts.partition.tiles import WorkTile
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 from hopwell.kernels.registry import build, resolve, shipped_configs
 from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable

@@ -103,11 +103,12 @@ def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=
 
 
 @dsl_user_op
-def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
-    """Issue a cp.async of 16 bytes from global to shared memory, or of 16 zero bytes if not ``wanted``."""
+def async_copy_or_zero(destination, source, wanted, size=VECTOR_BYTES, *, loc=None, ip=None) -> None:
+    """Issue a cp.async that writes 16 bytes to shared memory: ``size`` bytes from global memory, or none of them if not
+    ``wanted``, and zeros behind them."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[destination, source, wanted.to(Int32) * VECTOR_BYTES],
+        read_only_args=[destination, source, wanted.to(Int32) * size],
         loc=loc,
         ip=ip,
     )

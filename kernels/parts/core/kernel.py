@@ -224,7 +224,9 @@ class AttentionKernel:
                 copy.swizzled_layout(self.dtype, t.n, columns, t.kv_stages) for columns in c.layout.operand_columns
             ]
         if const_expr(c.transposes_v):
-            layouts += [copy.swizzled_layout(self.dtype, c.layout.depth[1], c.layout.transposed_columns, t.kv_stages)]
+            layouts += [
+                copy.swizzled_layout(self.dtype, c.layout.transposed_rows, c.layout.transposed_columns, t.kv_stages)
+            ]
         tensors = [smem.allocate_tensor(self.dtype, l.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=l.inner) for l in layouts]
         staging = None
         if const_expr(self.staging_bytes > 0):

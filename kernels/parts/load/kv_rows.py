@@ -36,6 +36,7 @@ class PageRows(KvSource):
     page_bytes: Int64
     row_bytes: Int64
     vectors: int  # per row
+    last_bytes: int  # of a row's last vector
     tile_vectors: int  # per row of the tile: whole column blocks
     first_row: Any  # first row of the tile that this warp copies
     rows: int  # a multiple of the warp's lanes
@@ -43,7 +44,7 @@ class PageRows(KvSource):
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
         """Return the rows of a work tile's request; ``more`` holds the additional fields of a subclass."""
-        vectors = operand.head_dim * HALFWORD_BYTES // copy.VECTOR_BYTES
+        whole, rest = divmod(operand.head_dim * HALFWORD_BYTES, copy.VECTOR_BYTES)
         tile_vectors = -(-operand.depth // BLOCK_COLUMNS) * copy.VECTORS_PER_ROW
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
@@ -52,7 +53,8 @@ class PageRows(KvSource):
             head=operand.address + HALFWORD_BYTES * operand.head * tile.kv_head,
             page_bytes=HALFWORD_BYTES * operand.page,
             row_bytes=HALFWORD_BYTES * operand.row,
-            vectors=vectors,
+            vectors=whole + (rest > 0),
+            last_bytes=rest or copy.VECTOR_BYTES,
             tile_vectors=min(tile_vectors, operand.columns * HALFWORD_BYTES // copy.VECTOR_BYTES),
             first_row=0,
             rows=tile_n,
@@ -147,8 +149,10 @@ class PageRows(KvSource):
         """Copy vectors ``vector``, ``vector + lanes_per_row``... of the row at address ``row``."""
         source = row + vector * copy.VECTOR_BYTES
         for c in cutlass.range_constexpr(0, self.tile_vectors, self.lanes_per_row):
-            wanted = row != 0
-            if const_expr(c + self.lanes_per_row > self.vectors):
-                wanted = wanted and vector < self.vectors - c
+            wanted, size, last = row != 0, copy.VECTOR_BYTES, self.vectors - 1 - c
+            if const_expr(last < self.lanes_per_row - 1):
+                wanted = wanted and vector <= last
+            if const_expr(self.last_bytes < copy.VECTOR_BYTES and last < self.lanes_per_row):
+                size = Int32(self.last_bytes) if vector == last else Int32(copy.VECTOR_BYTES)
             offset = self.vector_place(0, 0, c // copy.VECTORS_PER_ROW, c % copy.VECTORS_PER_ROW)
-            copy.async_copy_or_zero(target + offset, source + c * copy.VECTOR_BYTES, wanted)
+            copy.async_copy_or_zero(target + offset, source + c * copy.VECTOR_BYTES, wanted, size)

@@ -266,7 +266,7 @@ class TransposingConverter(Converter):
     @cute.jit
     def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
-        vectors = config.layout.depth[1] // copy.VECTOR_BYTES  # of 16 columns
+        vectors = config.layout.transposed_rows // copy.VECTOR_BYTES  # of 16 columns
         self.source_ring.wait_full(step)
         self.target_ring.wait_empty(step)
         source = self.source + self.source_ring.stage(step) * (n * config.layout.columns[1] * HALFWORD_BYTES)
@@ -284,7 +284,7 @@ class TransposingConverter(Converter):
         step = copy.block_row(PAIRED_KEYS, 0, n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
         # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the second sixteen.
         row = copy.VECTOR_BYTES * vector + lane % 16
-        place = copy.tile_vector(target, row, lane // 16, config.layout.depth[1], width, False)
+        place = copy.tile_vector(target, row, lane // 16, config.layout.transposed_rows, width, False)
         for pair in range(n // PAIRED_KEYS):
             words = copy.load_matrix_x4(first + pair * step, transposes=True)
             turned = [
@@ -295,7 +295,7 @@ class TransposingConverter(Converter):
             # A pair has two vectors of a row. The swizzle only flips address bits, so an exclusive or leads from one
             # vector to the next: 24 instead of 75 instructions, 1.01 of the rate (H100, 2026-11-25).
             block, within = divmod(2 * pair, copy.VECTORS_PER_ROW)
-            block_start = block * config.layout.depth[1] * copy.SWIZZLE_ROW_BYTES
+            block_start = block * config.layout.transposed_rows * copy.SWIZZLE_ROW_BYTES
             copy.store_matrix_x4((place ^ (within * copy.VECTOR_BYTES)) + block_start, turned)
 
 

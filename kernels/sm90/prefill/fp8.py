@@ -55,7 +55,7 @@ class NSliceLoop(MainLoop):
         operands.round_scores()
 
 
-def fp8_fields(kernel, tiles: SharedTiles, row_block, width: int) -> dict[str, Any]:
+def fp8_fields(kernel, tiles: SharedTiles, place: WarpgroupPlace, width: int) -> dict[str, Any]:
     """Return the fields of :class:`Operands` for fp8 products of ``width`` columns of V.
 
     ``v`` is transposed: its columns are rows, in the order of ``TransposingConverter``.
@@ -66,19 +66,24 @@ def fp8_fields(kernel, tiles: SharedTiles, row_block, width: int) -> dict[str, A
         make_mma(
             kernel.dtype,
             (WARPGROUP_ROWS, n),
-            place,
+            a_source,
             OperandMajorMode.K,
-            warpgroups=kernel.config.consumer_warpgroups,
+            warpgroups=kernel.config.consumer_warpgroups // kernel.config.v_splits,
         )
-        for n, place in ((t.n, source.SMEM), (width, source.RMEM))
+        for n, a_source in ((t.n, source.SMEM), (width, source.RMEM))
     ]
-    qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)
+    value = tiles.v
+    if const_expr(kernel.config.v_splits > 1):
+        part = cute.crd2idx((depth_v, 0, 0), tiles.v.layout)
+        value = cute.make_tensor(tiles.v.iterator + place.column_half * part, tiles.v.layout)
+    thread = place.row_block * WARPGROUP
+    qk, pv = qk_mma.get_slice(thread), pv_mma.get_slice(thread)
     return dict(
         qk_mma=qk_mma,
         pv_mma=pv_mma,
         q=qk.make_fragment_A(qk.partition_A(tiles.q)),
         k=qk.make_fragment_B(qk.partition_B(tiles.k)),
-        v=pv.make_fragment_B(pv.partition_B(tiles.v)),
+        v=pv.make_fragment_B(pv.partition_B(value)),
         s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
         o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
         p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
@@ -119,7 +124,7 @@ class NSliceOperands(Fp8Rows, Operands):
         width = n_slice_columns(depth_v, kernel.tile.n)
         # A lane has the accumulators of wgmma: two columns of each eight, of two rows.
         product = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
-        fields = fp8_fields(kernel, tiles, place.row_block, width)
+        fields = fp8_fields(kernel, tiles, place, width)
         return NSliceOperands(**fields, product=product, n_slices=depth_v // width)
 
     def issue_n_slice(self, v_stage, n_slice: int) -> None:

@@ -66,7 +66,7 @@ class PromotedOperands(Fp8Rows, Operands):
     @staticmethod
     def create(kernel, tiles: SharedTiles, place: WarpgroupPlace, addresses, geometry) -> "PromotedOperands":
         places = dict(staging=shared_address(tiles.staging), values=shared_address(tiles.v.iterator))
-        fields = fp8_fields(kernel, tiles, place.row_block, kernel.layout.depth[1])
+        fields = fp8_fields(kernel, tiles, place, kernel.layout.depth[1])
         return PromotedOperands(**fields, kernel=kernel, **places)
 
     def rescale(self, softmax) -> None:

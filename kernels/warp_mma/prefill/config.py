@@ -13,7 +13,6 @@ from hopwell.kernels.config.layout import OperandLayout, PrefillLayout
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.hardware import WARP_MMA
 
-HEAD_DIMS = (*support.COMMON_HEAD_DIMS, *support.OTHER_HEAD_DIMS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 # Most columns (of Q and K, of V) for which a warpgroup dequantizes 8-bit and 4-bit K and V. Up to these, 128 registers
 # in each of 512 threads are enough for O, S and P. A step of 375 instructions spills up to 12 registers without a mask,
@@ -64,7 +63,12 @@ _OF_COLUMNS = {
 }
 
 # 8-bit operands need half of the registers for Q and P, which leaves room for steps of 64 keys at 128 columns.
-_BYTES_OF_COLUMNS = {128: _tile(128, 64, 4), 192: _tile(128, 32, 4), 256: _tile(64, 64, 2)}
+_BYTES_OF_COLUMNS = {
+    128: _tile(128, 64, 4),
+    192: _tile(128, 32, 4),
+    256: _tile(64, 64, 2),
+    512: _tile(32, 32, 2, splits_v=True),
+}
 
 
 def _of(dims: tuple[int, int]) -> Tile:
@@ -89,7 +93,8 @@ class WarpPrefillLayout(PrefillLayout):
         if not self.config.has_narrow_kv:
             return super().depth
         bits = self.config.kv_element.bits
-        return rounded_up(self.config.head_dim_qk, 32 * 8 // bits), rounded_up(self.config.head_dim_v, 16 * 8 // bits)
+        value = rounded_up(self.config.head_dim_v, 16 * 8 // bits)
+        return rounded_up(self.config.head_dim_qk, 32 * 8 // bits), value // self.config.v_splits
 
     @property
     def loaded_depth(self) -> tuple[int, int]:
@@ -104,10 +109,10 @@ class Sm120PrefillConfig(PrefillConfig):
     layout_type: ClassVar[type[OperandLayout]] = WarpPrefillLayout
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {
-        dims: _of(dims) for dims in HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
+        dims: _of(dims) for dims in support.PREFILL_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
     }
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {
-        dims: _of(dims) for dims in HEAD_DIMS if dims[0] % 64 or dims[1] % 64
+        dims: _of(dims) for dims in support.PREFILL_HEAD_DIMS if dims[0] % 64 or dims[1] % 64
     }
 
     @classmethod
@@ -116,6 +121,8 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @classmethod
     def dequantized_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType, by_two: bool) -> Tile:
+        if tile.splits_v:  # half of the bytes of 16-bit K and V leave room for a second stage
+            return replace(tile, kv_stages=2)
         if not dequantizes_by_warpgroup(dims, kv_type):
             return tile
         # The number of stages is limited by shared memory.

@@ -35,7 +35,16 @@ def round_keys_and_values(data: Batch) -> None:
 
 def with_fp8_cache(problem: AttentionProblem) -> AttentionProblem:
     """Return the problem with keys and values in e4m3. NaN stays NaN."""
-    return replace(problem, key=problem.key.to(E4M3), value=problem.value.to(E4M3))
+    return replace(problem, key=to_e4m3(problem.key), value=to_e4m3(problem.value))
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Return the values in e4m3, with rows of whole 16 bytes, as TMA needs them; NaN fills the rest of a row."""
+    columns, nan = values.shape[-1], 0x7F
+    if columns % 16 == 0:
+        return values.to(E4M3)
+    padded = torch.nn.functional.pad(values.to(E4M3).view(torch.uint8), (0, -columns % 16), value=nan)
+    return padded.view(E4M3)[..., :columns]
 
 
 class Fp8Batch(Batch):
@@ -50,7 +59,7 @@ class Fp8Batch(Batch):
         """Return the batch as a problem in e4m3, with an output full of NaN."""
         wide = self.problem(page_size, mask, **changes)
         assert wide.out is not None
-        narrow = {name: getattr(wide, name).to(E4M3) for name in ("query", "key", "value")}
+        narrow = {name: to_e4m3(getattr(wide, name)) for name in ("query", "key", "value")}
         return replace(wide, out=wide.out.to(out), **narrow)
 
     def check_fp8(

@@ -33,11 +33,17 @@ E4M3_CASES = [
     ((256, 256), 64, CAUSAL, E4M3),
     ((80, 80), 16, chunked(64), BF16),
     ((32, 32), 8, CAUSAL, E4M3),
+    ((512, 512), 16, CAUSAL, BF16),
+    ((512, 512), 4, window(70), E4M3),
+    ((144, 144), None, CAUSAL, BF16),
+    ((40, 40), 4, CAUSAL, BF16),
+    ((40, 40), 16, window(70), E4M3),
+    ((248, 248), 64, CAUSAL, FP16),
 ]
 E4M3_EMULATED = [
-    *(("sm_90a", E4M3_CASES[i]) for i in (0, 3, 7, 8)),
-    *(("sm_120a", E4M3_CASES[i]) for i in (1, 5, 7, 8)),
     *(("sm_100a", E4M3_CASES[i]) for i in (2, 3, 4, 5)),
+    *(("sm_90a", E4M3_CASES[i]) for i in (0, 3, 7, 8, 10, 13)),
+    *(("sm_120a", E4M3_CASES[i]) for i in (1, 5, 7, 8, 11, 14)),
 ]
 
 # (head dims, page size, mask): boxes of every size and rows, one and two column blocks, head dims that fill no block.
@@ -50,11 +56,15 @@ FP8_CACHE_CASES = [
     ((256, 256), 64, CAUSAL),
     ((80, 80), 16, chunked(64)),
     ((128, 128), None, CAUSAL),
+    ((512, 512), 16, CAUSAL),
+    ((40, 40), 4, CAUSAL),
+    ((208, 208), 16, window(70)),
+    ((168, 168), None, FULL),
 ]
 # A smaller set, since an emulated step takes a second.
 FP8_CACHE_EMULATED = [
-    *(("sm_90a", FP8_CACHE_CASES[i]) for i in (0, 3, 4, 5)),
-    *(("sm_120a", FP8_CACHE_CASES[i]) for i in (0, 3, 4, 5, 6)),
+    *(("sm_90a", FP8_CACHE_CASES[i]) for i in (0, 3, 4, 5, 8, 9)),
+    *(("sm_120a", FP8_CACHE_CASES[i]) for i in (0, 3, 4, 5, 6, 8, 9)),
 ]
 
 # (head dims, page size, mask, query): boxes of every size and rows, steps of 64, 96 and 128 keys, one and two threads

@@ -26,6 +26,8 @@ from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 EDGES = (0, 1, 2, 7, 8, 15, 16, 17, 31, 63, 64, 65, 95, 96, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300, 383, 520)
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 16, 24, 32, 64, 64, 96, 128, 256)
+# e4m3 rows of whole 16 bytes, as TMA needs them
+FP8_DIMS = [dims for dims in support.PREFILL_HEAD_DIMS if dims[0] % 16 == 0]
 DECODE_KEYS = (0, 1, 3, 16, 63, 64, 65, 127, 128, 129, 255, 257, 511, 513, 1023, 1025, 2049, 4100)
 
 
@@ -139,7 +141,7 @@ def cudnn_call(draw: Draw) -> None:
 
 def fp8_prefill(draw: Draw) -> None:
     """Draw queries, keys and values in e4m3, as problems: no entry supports all of their masks and outputs."""
-    data = prefill_batch(draw, Fp8Batch, draw.one("dims", support.FP8_HEAD_DIMS))
+    data = prefill_batch(draw, Fp8Batch, draw.one("dims", FP8_DIMS))
     mask, sinks = mask_of(draw, chunks=True), draw.sinks(data.heads)
     page_size = draw.one("page_size", (None, *PAGE_SIZES))
     problem = data.in_fp8(page_size, mask, draw.one("out", (BF16, FP16, E4M3)), sinks=sinks)
@@ -150,7 +152,7 @@ def fp8_prefill(draw: Draw) -> None:
 def narrow_cache_prefill(draw: Draw) -> None:
     """Draw a call of the context entry with 16-bit queries over 8-bit and 4-bit caches."""
     cache = draw.one("cache", (E4M3, NVFP4))
-    dims = draw.one("dims", support.NVFP4_HEAD_DIMS if cache is NVFP4 else support.FP8_HEAD_DIMS)
+    dims = draw.one("dims", support.NVFP4_HEAD_DIMS if cache is NVFP4 else FP8_DIMS)
     types = dict(q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache)
     data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
     # Scales of V are interleaved by four tokens.

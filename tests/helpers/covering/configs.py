@@ -136,6 +136,8 @@ def covering_fp8_configs() -> list[PrefillConfig]:
         ((80, 80), causal, ROWS, "bf16", {}),
         ((64, 64), window, PAGES16, "bf16", dict(short_steps=True)),
         *(((dim, dim), causal, PAGES16, "e4m3", {}) for dim in (32, 48)),
+        ((512, 512), causal, PAGES16, "bf16", {}),  # warpgroups that share rows
+        ((40, 40), causal, ROWS, "bf16", {}),  # rows that end within a vector
     ]
     return [
         PrefillConfig("sm_90a", "e4m3", out, *dims, mask, *fetch, **choices)

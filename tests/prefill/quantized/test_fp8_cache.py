@@ -98,9 +98,3 @@ def test_context_entry(device: str, few: bool) -> None:
     out = call(narrow)
     check_bits_of_16_bits(out, call((key, value)), key.shape[-1], KvType.E4M3)
     assert torch.equal(out, call(stacked))
-
-
-def test_unserved_head_dims_are_named() -> None:
-    data = batch((512, 512), "cpu")
-    with pytest.raises(NotImplementedError, match=r"512/512 .*float8_e4m3fn operands; supported: 64/64"):
-        resolve(with_fp8_cache(data.problem(16)), "sm_90a")
