@@ -103,8 +103,8 @@ def cudnn_batch_prefill_with_kv_cache(
         v_scale: the same for V.
         batch_offsets_units: the unit of all ``batch_offsets_*``: "elements" as above, or "tokens". With "tokens" the
             offsets of the output default to the offsets of q, and the offsets of V to the offsets of K.
-        o_data_type: dtype of the output: float16 or bfloat16, or for a float8_e4m3fn q also float8_e4m3fn, which
-            saturates. None means the dtype of ``out``, or of q.
+        o_data_type: dtype of the output: float16, bfloat16, or float8_e4m3fn, which saturates at the largest e4m3
+            value. None means the dtype of ``out``, or of q.
         lse_base: "ln" for the natural logarithm, or "log2" for the logarithm to base 2, the default of newer FlashInfer
             versions.
         lse_layout: "NH" for the shapes of ``lse`` above, or "HN" for FlashAttention's shapes: [batch, num_heads,

@@ -125,8 +125,9 @@ def trtllm_batch_context_with_kv_cache(
             an FP4Tensor with ``data`` [tokens, num_heads, V head_dim / 2] and ``scale`` [rows, num_heads * V head_dim /
             16, rounded up to a multiple of 4]. The call writes one row of ``scale`` for each token, from
             ``scale_start_index`` on.
-        out_dtype: dtype of the output: query's dtype, float16, bfloat16, or the string "nvfp4" for fp8 queries, which
-            takes a V head_dim that is a multiple of 16. None means the dtype of ``out``, or of query.
+        out_dtype: dtype of the output: float16, bfloat16, float8_e4m3fn, or the string "nvfp4", which takes a V
+            head_dim that is a multiple of 16. None means the dtype of ``out``, or of query. FlashInfer refuses
+            float8_e4m3fn and "nvfp4" for 16-bit queries.
         o_sf_scale: positive factor on an NVFP4 output before rounding: element = code * scale / o_sf_scale, as in
             :func:`hopwell.layouts.dequantize_nvfp4_output`. None for other outputs.
         o_sf_vec_size: None, or 16 for an NVFP4 output.
@@ -312,9 +313,8 @@ def trtllm_fmha_v2_prefill(
             [batch_size, pages_per_request] with a stacked pool; [batch_size, 2, pages_per_request] with a (K, V) pair.
             Both rows of a pair count pages from K's first page.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates.
-        out_dtype: a torch.dtype or its name, such as "bfloat16": Q's dtype, float16 or bfloat16, see
-            :func:`hopwell.kernels.capability.features.support_matrix`. None means the dtype of ``out``, or of Q.
-            float8_e4m3fn outputs saturate at the largest e4m3 value.
+        out_dtype: a torch.dtype or its name, such as "bfloat16": float16, bfloat16 or float8_e4m3fn, which saturates at
+            the largest e4m3 value. None means the dtype of ``out``, or of Q.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
             key per head, which has no value.
         pos_encoding_mode: None or "none", or "alibi"; case does not matter.

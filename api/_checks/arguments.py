@@ -27,6 +27,7 @@ from hopwell.layouts import (
 
 FP8 = torch.float8_e4m3fn
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+PREFILL_OUTPUTS = (*SIXTEEN_BIT, FP8)
 INTEGERS = (torch.int32, torch.uint32, torch.int64)
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
@@ -402,11 +403,6 @@ def output(
                 raise ValueError(f"{name} must not overlap itself, got strides {checked.stride()} for {tuple(sizes)}")
             reach += (size - 1) * stride
     return checked
-
-
-def prefill_outputs(query_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the output dtypes of prefill."""
-    return (*SIXTEEN_BIT, FP8) if query_dtype == FP8 else SIXTEEN_BIT
 
 
 def output_dtype(

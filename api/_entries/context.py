@@ -82,11 +82,7 @@ def _check_nvfp4(cache: caches.PagedCache, heads: int, kv_layout: str) -> None:
             raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}{hint}")
 
 
-def _nvfp4_output(
-    query: torch.Tensor, dtype: torch.dtype, out: Any, sizes: Sequence[int], o_sf_scale: float | None
-) -> _Output:
-    if dtype != checks.FP8:
-        raise ValueError(f"query must be {checks.FP8} for an output of out_dtype 'nvfp4', got {dtype}")
+def _nvfp4_output(query: torch.Tensor, out: Any, sizes: Sequence[int], o_sf_scale: float | None) -> _Output:
     if o_sf_scale is None:
         raise ValueError("o_sf_scale must be a float for an output of out_dtype 'nvfp4', got None")
     if o_sf_scale <= 0:
@@ -134,11 +130,11 @@ def _output(call: ContextCall, v_dim: int) -> _Output:
     if o_sf_vec_size is not None:
         o_sf_vec_size = checks.host_int("o_sf_vec_size", o_sf_vec_size, NVFP4_BLOCK, NVFP4_BLOCK)
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or (out_dtype is None and isinstance(out, FP4Tensor)):
-        return _nvfp4_output(query, query_dtype, out, sizes, o_sf_scale)
+        return _nvfp4_output(query, out, sizes, o_sf_scale)
     if isinstance(out, FP4Tensor):
         raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
-    allowed, inputs = checks.prefill_outputs(query_dtype), f"a query of {query_dtype}"
-    dtype = checks.output_dtype(out_dtype, out, query_dtype, allowed, inputs, names="the string 'nvfp4'")
+    inputs, names = f"a query of {query_dtype}", "the string 'nvfp4'"
+    dtype = checks.output_dtype(out_dtype, out, query_dtype, checks.PREFILL_OUTPUTS, inputs, names=names)
     for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):
         if value is not None:
             raise ValueError(f"{name} must be None unless the output is NVFP4, got {checks.describe(value)}")

@@ -86,8 +86,8 @@ def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
         if not isinstance(named, torch.dtype):
             raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
         out_dtype = named
-    allowed, inputs = checks.prefill_outputs(query.dtype), f"qkv of {query.dtype}"
-    return checks.output_dtype(out_dtype, out, query.dtype, allowed, inputs, names="the name of one")
+    inputs = f"qkv of {query.dtype}"
+    return checks.output_dtype(out_dtype, out, query.dtype, checks.PREFILL_OUTPUTS, inputs, names="the name of one")
 
 
 def _has_alibi(pos_encoding_mode: Any) -> bool:

@@ -178,7 +178,7 @@ _BYTES_IN: dict[str, Any] = dict(query=FP8, kv=FP8)  # 8-bit operands of prefill
 _16BIT = _PREFILL.row("16bit", "data types", "bf16 or fp16 query, KV and output")
 _FP8 = _PREFILL.row("fp8", "data types", "fp8 (e4m3) query and KV", _BYTES_IN, shown=dict(query=FP8))
 _FP8_OUT = _PREFILL.row(
-    "fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", dict(out=FP8, **_BYTES_IN), shown=dict(out=FP8)
+    "fp8_out", "data types", "fp8 (e4m3) output", dict(out=FP8), dict(out=FP8, **_BYTES_IN), shown=dict(out=FP8)
 )
 _SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "extras", "skip-softmax", dict(skip_softmax=1.0))
 _PREFILL_HEAD_DIMS = (
@@ -249,7 +249,8 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.row(
                 "nvfp4_out",
                 "data types",
-                "NVFP4 output of an fp8 query",
+                "NVFP4 output",
+                dict(out=UINT8),
                 dict(out=UINT8, **_BYTES_IN),
                 shown=dict(out=UINT8),
             ),

@@ -328,9 +328,7 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
 
 
 def _output_dtypes(problem: AttentionProblem) -> Mapping[torch.dtype, str]:
-    """Return the output dtypes. Narrow outputs need e4m3 queries, which kernels over NVFP4 caches see dequantized."""
-    if problem.query.dtype in DTYPES and problem.kv_scales is None:
-        return DTYPES
+    """Return the output dtypes. An NVFP4 output has block scales."""
     return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
 
 

@@ -89,7 +89,7 @@ def test_context(query: torch.dtype, cache: torch.dtype, out: torch.dtype | None
         return FUNCTIONS[CONTEXT](**arguments | {given: asked})
 
     caches = tuple(dict.fromkeys((query, FP8, U8)))
-    outputs = (BF16, FP16, FP8) if query == FP8 else (BF16, FP16)
+    outputs = (BF16, FP16, FP8)
     if cache not in caches:
         text = f"^kv_cache must be {listed(caches)} for a query of {query}, got {cache}$"
     elif out is None or out in outputs:
@@ -109,7 +109,7 @@ def test_cudnn(query: torch.dtype, out: torch.dtype | None, given: str, launched
     }
     shape = (*arguments["q"].shape[:2], arguments["v_cache"].shape[3])
     asked = out if given == "o_data_type" or out is None else torch.zeros(shape, dtype=out)
-    outputs = (BF16, FP16, FP8) if query == FP8 else (BF16, FP16)
+    outputs = (BF16, FP16, FP8)
     if out is None or out in outputs:
         assert FUNCTIONS[CUDNN](**arguments | {given: asked})[0].dtype == (out or query)
         return

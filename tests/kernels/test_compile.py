@@ -104,6 +104,17 @@ NVFP4_PREFILL = [
         ("e4m3", "nvfp4", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.WIDE, {}),
     )
 ]
+# Narrow outputs of 16-bit queries: few registers for many rows, and many columns.
+NARROW_OUTPUTS = [
+    PrefillConfig("sm_90a", "bf16", out, *dims, mask, *PAGES16, **choices)
+    for out, dims, mask, choices in (
+        ("e4m3", (64, 64), MaskKind.CAUSAL, {}),
+        ("nvfp4", (128, 128), MaskKind.SLIDING_WINDOW, dict(packs_heads=True)),
+        ("e4m3", (256, 256), MaskKind.CAUSAL, {}),
+        ("nvfp4", (512, 512), MaskKind.CAUSAL, {}),
+        ("e4m3", (128, 128), MaskKind.CAUSAL, dict(kv_type=KvType.E4M3)),
+    )
+]
 SM120 = [
     Sm120PrefillConfig("sm_120a", dtype, dtype, *dims, mask, *fetch, **choices)
     for dtype, dims, mask, fetch, choices in (
@@ -123,6 +134,7 @@ SM120 += [
     for dtype, out, dims, mask, fetch, choices in (
         ("e4m3", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, {}),
         ("e4m3", "e4m3", (192, 192), MaskKind.CAUSAL, PAGES16, {}),
+        ("bf16", "e4m3", (128, 128), MaskKind.CAUSAL, PAGES16, {}),
         ("bf16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.E4M3)),
         ("bf16", "bf16", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(kv_type=KvType.NVFP4, packs_heads=True)),
         ("bf16", "bf16", (192, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.NVFP4)),
@@ -168,6 +180,7 @@ CONFIGS: list[KernelConfig] = [
     *PREFILL,
     *RARER,
     *NVFP4_PREFILL,
+    *NARROW_OUTPUTS,
     *SM120,
     *FP8_PREFILL,
     *COVERING_FP8,

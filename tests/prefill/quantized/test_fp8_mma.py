@@ -369,10 +369,3 @@ def test_cudnn_entry_over_ragged_keys(device: str, out_dtype: torch.dtype) -> No
     assert out.dtype == out_dtype
     data.q = wide
     data.check_fp8(out, CAUSAL)
-
-
-def test_what_has_no_kernel_is_named() -> None:
-    data = batch((128, 128), "cpu")
-    wide = replace(data.problem(16), out=torch.zeros(data.tokens, 4, 128).to(FP8))
-    with pytest.raises(NotImplementedError, match=r"output dtype .*float8_e4m3fn has no kernel"):
-        resolve(wide, "sm_90a")
