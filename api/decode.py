@@ -120,7 +120,8 @@ def xqa_batch_decode_with_kv_cache(
             NVFP4 (two e2m1 values a byte, head_dim / 2 wide). num_heads is a multiple of num_kv_heads. 8-bit values,
             and NVFP4 values times their block scales, are dequantized to 16 bits before they are multiplied. 16 bits
             hold all of these values, so the result is at least as accurate as with a 16-bit cache of the same values.
-            Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
+            Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``. In 16-bit and 8-bit pairs, V and the
+            output may have 128 columns beside a head_dim of 192 (MiMo-V2).
         workspace_buffer: contiguous memory of any dtype and content for partial results, best ``xqa_workspace_bytes``
             bytes or more; the kernel uses its last bytes. Calls that may run at the same time need one buffer each. If
             it is too small, hopwell uses its own memory, one allocation for each device and stream. CUDA graphs

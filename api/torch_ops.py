@@ -88,7 +88,7 @@ ENTRIES = (
         decode.trtllm_batch_decode_with_kv_cache,
         _with_lse(),
         _CALL,
-        results.trtllm_decode_results,
+        results.context_results,
         results.trtllm_decode_workspace,
     ),
     Entry(mla.trtllm_batch_decode_with_kv_cache_mla, _with_lse(), _CALL, results.mla_results, results.mla_workspace),

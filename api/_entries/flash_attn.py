@@ -302,9 +302,9 @@ def _workspace_bytes(heads: int, kv_heads: int, dim: int, most: int, max_q: int,
 
 
 @functools.cache
-def _decodes(dim: int, query: torch.dtype, kv: torch.dtype, arch: str) -> bool:
-    """Return whether decode kernels serve the head dim and the dtypes."""
-    return features.refuse(samples.decode(dim=dim, query=query, kv=kv), arch) is None
+def _decodes(dims: tuple[int, int], query: torch.dtype, kv: torch.dtype, arch: str) -> bool:
+    """Return whether decode kernels serve the head dims (QK, V) and the dtypes."""
+    return features.refuse(samples.decode(dims=dims, query=query, kv=kv), arch) is None
 
 
 def paged(
@@ -323,8 +323,8 @@ def paged(
     results: Any
     (_, heads, dim), kv_heads, on = q.shape, k.shape[2], q.device
     few = a.causal and max_q * heads <= DECODE_ROWS * kv_heads
-    if few and v.shape[3] == dim and _decodes(dim, q.dtype, k.dtype, support.arch_of(on)):
-        size = _workspace_bytes(heads, kv_heads, dim, most, max_q, on)
+    if few and _decodes((dim, v.shape[3]), q.dtype, k.dtype, support.arch_of(on)):
+        size = _workspace_bytes(heads, kv_heads, v.shape[3], most, max_q, on)
         results = trtllm_batch_decode_with_kv_cache(
             q,
             (k, v),

@@ -38,7 +38,9 @@ from hopwell.kernels.problem import (
 from hopwell.utils import FP4Tensor
 
 HEAD_DIM_STEP = 16
-*_, MAX_MULTIPLE, MAX_HEAD_DIM = support.DECODE_HEAD_DIMS  # multiples of the step up to MAX_MULTIPLE, and MAX_HEAD_DIM
+EQUAL_HEAD_DIMS = tuple(qk for qk, v in support.DECODE_HEAD_DIMS if qk == v)
+*_, MAX_MULTIPLE, MAX_HEAD_DIM = EQUAL_HEAD_DIMS  # multiples of the step up to MAX_MULTIPLE, and MAX_HEAD_DIM
+NARROWER_V = {dims for dims in support.DECODE_HEAD_DIMS if dims[0] != dims[1]}
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 MASK_BITS = 32  # a row of the speculative mask is a whole number of 32-bit words, seen as uint16
 
@@ -175,7 +177,7 @@ def xqa_workspace_bytes(
     Args:
         num_heads: query heads.
         num_kv_heads: KV heads.
-        head_dim: of query, K and V.
+        head_dim: of V and the output. Query and K have the same one, or 192 with 128 for V.
         max_seq_len: the most keys of a request: page size times columns of ``block_tables``.
         q_len_per_req: new tokens of each request.
         device: the device of the call; None means the current CUDA device, or the CPU if there is none.
@@ -214,8 +216,12 @@ def _kv(call: XqaCall) -> tuple[caches.PagedCache, BlockScales | None]:
     head_dim = call.query.shape[2]
     kv_dtypes = (call.query.dtype, checks.FP8, torch.int8, torch.uint8)
     cache = caches.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=call.shared_pages)
-    if cache.v_dim != head_dim:
-        raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
+    if cache.v_dim != head_dim and (head_dim, cache.v_dim) not in NARROWER_V:
+        others = ", ".join(f"{qk}/{v}" for qk, v in sorted(NARROWER_V))
+        raise ValueError(
+            f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim} (allowed pairs "
+            f"of different head dims of K and V: {others})"
+        )
     return cache, caches.block_scales("kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout)
 
 
@@ -266,7 +272,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     query = call.query
     _check_query(query)
     on = query.device
-    tokens, heads, head_dim = query.shape
+    tokens, heads, _ = query.shape
     cache, kv_scales = _kv(call)
     batch, q_len, starts = _requests(call)
     if call.entry == support.XQA and q_len > 1 and call.mask is None:
@@ -291,7 +297,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     capacity = checks.capacity(table, cache.page_size)
     kv_heads = cache.key.shape[1]
     most = most_new_tokens(q_len, tokens, heads // kv_heads)
-    needed = xqa_workspace_bytes(heads, kv_heads, head_dim, capacity, most, on)
+    needed = xqa_workspace_bytes(heads, kv_heads, cache.v_dim, capacity, most, on)
     scratch = _scratch(call, cache, kv_scales, log, needed)
 
     arch = support.arch_of(on)

@@ -24,10 +24,14 @@ def context_results(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor | None, out_dtype: torch.dtype | None
 ) -> Pair:
     """Return a new output and a new log-sum-exp of the context entry, as the functions below do of other entries."""
-    value = k_cache if v_cache is None else v_cache
-    v_dim = value.shape[-1] * (2 if value.dtype is torch.uint8 else 1)
-    out = query.new_empty((*query.shape[:-1], v_dim), dtype=out_dtype or query.dtype)
+    out = query.new_empty((*query.shape[:-1], _v_dim(k_cache, v_cache)), dtype=out_dtype or query.dtype)
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _v_dim(k_cache: torch.Tensor, v_cache: torch.Tensor | None) -> int:
+    """Return the head dim of V in elements."""
+    value = k_cache if v_cache is None else v_cache
+    return value.shape[-1] * (2 if value.dtype is torch.uint8 else 1)
 
 
 def nvfp4_like(out: torch.Tensor) -> FP4Tensor:
@@ -68,16 +72,17 @@ def cudnn_results(
     return out, q.new_empty((batch, max_token_per_sequence, q.shape[1]), dtype=torch.float32)
 
 
-def xqa_results(query: torch.Tensor, q_len_per_req: int | None, q_cu_seq_lens: torch.Tensor | None) -> Pair:
-    out, lse = trtllm_decode_results(query, None)
+def xqa_results(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    q_len_per_req: int | None,
+    q_cu_seq_lens: torch.Tensor | None,
+) -> Pair:
+    out, lse = context_results(query, k_cache, v_cache, None)
     if q_cu_seq_lens is None and q_len_per_req is not None and q_len_per_req > 1:
-        out = query.new_empty((query.shape[0] // q_len_per_req, q_len_per_req, *query.shape[1:]))
+        out = query.new_empty((query.shape[0] // q_len_per_req, q_len_per_req, *out.shape[1:]))
     return out, lse
-
-
-def trtllm_decode_results(query: torch.Tensor, out_dtype: torch.dtype | None) -> Pair:
-    out = query.new_empty(query.shape, dtype=out_dtype or query.dtype)
-    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 def mla_results(query: torch.Tensor, kv_lora_rank: int) -> Pair:
@@ -105,25 +110,33 @@ def q_workspace(q: torch.Tensor) -> torch.Tensor:
 
 
 def xqa_workspace(
-    query: torch.Tensor, k_cache: torch.Tensor, block_tables: torch.Tensor, kv_layout: str, q_len_per_req: int | None
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    block_tables: torch.Tensor,
+    kv_layout: str,
+    q_len_per_req: int | None,
 ) -> torch.Tensor:
     """Return a workspace for one call, a temporary: a CUDA graph keeps it in its own memory."""
     with contextlib.suppress(IndexError, ValueError, ZeroDivisionError):  # the entry refuses malformed arguments
         page_size, kv_heads = k_cache.shape[-3:-1] if kv_layout == "NHD" else k_cache.shape[-3:-1][::-1]
         rows = query.shape[1] // kv_heads * (q_len_per_req or 1)
-        return _temporary(query.device, rows, kv_heads, query.shape[2], page_size * block_tables.shape[-1], False)
+        keys = page_size * block_tables.shape[-1]
+        return _temporary(query.device, rows, kv_heads, _v_dim(k_cache, v_cache), keys, False)
     return _empty(query.device)
 
 
 def trtllm_decode_workspace(
     query: torch.Tensor,
     k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
     block_tables: torch.Tensor,
     kv_layout: str,
     q_len_per_req: int | None,
     max_q_len: int | None,
 ) -> torch.Tensor:
-    return xqa_workspace(query, k_cache, block_tables, kv_layout, q_len_per_req if max_q_len is None else max_q_len)
+    q_len = q_len_per_req if max_q_len is None else max_q_len
+    return xqa_workspace(query, k_cache, v_cache, block_tables, kv_layout, q_len)
 
 
 def mla_workspace(

@@ -163,7 +163,7 @@ def _fmha_v2(layer: Layer, serving: Serving) -> Iterator[Call]:
 
 def _decode(layer: Layer, serving: Serving) -> Iterator[Call]:
     cache, scales = _cache(layer, serving)
-    sizes = layer.heads, layer.kv_heads, layer.head_dim, serving.page_size, serving.q_lens[-1]
+    sizes = layer.heads, layer.kv_heads, layer.v_head_dim, serving.page_size, serving.q_lens[-1]
     decode = partial(
         _with_workspace,
         serving,

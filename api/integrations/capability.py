@@ -46,7 +46,7 @@ def has_prefill(
 def has_decode(arch: str, head_size: int, query: torch.dtype, kv: torch.dtype, *, q_len: int = 1) -> bool:
     """Return whether the decode entry has kernels for these calls. Without them the context entry decodes."""
     mask = MaskKind.DRAFT if q_len > 1 else MaskKind.FULL
-    problem = samples.decode(dim=head_size, query=query, kv=kv, q_len=q_len, mask=mask)
+    problem = samples.decode(dims=(head_size, head_size), query=query, kv=kv, q_len=q_len, mask=mask)
     return _has(support.TRTLLM_DECODE, problem, arch) if head_size % 16 == 0 else False
 
 

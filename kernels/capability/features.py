@@ -218,16 +218,30 @@ _PREFILL_NVFP4_PAGE_SIZES = _PREFILL.row(
     "with NVFP4 caches: page size: multiples of 4",
     *_over("page_size", (4, 12, 1056), kv=UINT8),
 )
-_DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]
+_DECODE_MULTIPLES = tuple((qk, v) for qk, v in DECODE_HEAD_DIMS if qk == v <= 256)
+_DECODE_UNEQUAL_HEAD_DIMS = tuple((qk, v) for qk, v in DECODE_HEAD_DIMS if qk != v)
 _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
     "nvfp4_head_dim",
     "head dims",
-    f"with NVFP4 caches: {_joined(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
-    *_over("dim", DECODE_NVFP4_HEAD_DIMS, kv=UINT8),
+    f"with NVFP4 caches: {_joined(DECODE_NVFP4_HEAD_DIMS)}",
+    *_over("dims", DECODE_NVFP4_HEAD_DIMS, kv=UINT8),
 )
 _DECODE_KNOWN_HEAD_DIMS = (
-    _DECODE.row("head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)),
-    _DECODE.row("large_head_dim", "head dims", "head dim 512", dict(dim=512), *_over("kv", (FP8, INT8), dim=512)),
+    _DECODE.row("head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dims", _DECODE_MULTIPLES)),
+    _DECODE.row(
+        "unequal_head_dim",
+        "head dims",
+        f"{_joined(_DECODE_UNEQUAL_HEAD_DIMS)} (QK/V)",
+        *_over("dims", _DECODE_UNEQUAL_HEAD_DIMS),
+        *(dict(dims=dims, kv=kv) for dims in _DECODE_UNEQUAL_HEAD_DIMS for kv in (FP8, INT8)),
+    ),
+    _DECODE.row(
+        "large_head_dim",
+        "head dims",
+        "head dim 512",
+        dict(dims=(512, 512)),
+        *_over("kv", (FP8, INT8), dims=(512, 512)),
+    ),
 )
 _MLA_HEAD_DIMS = _MLA.row("head_dim", "head dims", f"{_joined(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS))
 _MLA_SPARSE_HEAD_DIM = _MLA.row(

@@ -108,7 +108,7 @@ def prefill(
 
 def decode(
     *,
-    dim: int = 128,
+    dims: tuple[int, int] = (128, 128),
     query: torch.dtype = BF16,
     kv: torch.dtype = BF16,
     out: torch.dtype | None = None,
@@ -121,15 +121,15 @@ def decode(
     """Return a decode problem with ``q_len`` new tokens of each request."""
     tokens = BATCH * q_len
     return _problem(
-        _empty(tokens, HEADS, dim, dtype=query),
+        _empty(tokens, HEADS, dims[0], dtype=query),
         q_len,
         Mask(mask),
-        out=None if out is None else _empty(tokens, HEADS, dim, dtype=out),
+        out=None if out is None else _empty(tokens, HEADS, dims[1], dtype=out),
         dcp_rank=_dcp_rank_of(Mask(mask)),
         softmax_scale=_empty(1) if tensor_scales else 1.0,
         scratch=_empty(1, dtype=UINT8),
         family=Family.DECODE,
-        **_cache((dim, dim), kv, page_size),
+        **_cache(dims, kv, page_size),
         **fields,
     )
 
@@ -210,7 +210,6 @@ _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
     out=lambda problem, dtype: _out_dtype(problem) == dtype,
     row=lambda problem, elements: problem.key.shape[-1] == elements,
     dims=lambda problem, dims: (problem.query.shape[-1], problem.v_dim) == dims,
-    dim=lambda problem, dim: problem.query.shape[-1] == dim,
     paged=lambda problem, yes: problem.page_table is not None or problem.token_table is not None,
     page_size=lambda problem, size: True,  # a row has samples of all sizes
     mask=lambda problem, kind: problem.mask.kind is kind,

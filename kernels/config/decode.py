@@ -146,8 +146,8 @@ class DecodeConfig(SplitKeys, KernelConfig):
     family: ClassVar[Family] = Family.DECODE
     layout_type: ClassVar[type[OperandLayout]] = DecodeLayout
 
-    head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
-    narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = NARROW_HEAD_DIMS
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = HEAD_DIMS
+    narrow_head_dims: ClassVar[Mapping[KvType, tuple[tuple[int, int], ...]]] = NARROW_HEAD_DIMS
 
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS
@@ -270,31 +270,36 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
     Raises:
         NotImplementedError: there is no kernel; the message lists what is supported.
     """
-    head_dim = problem.query.shape[2]
-    if head_dim not in kind.head_dims or problem.v_dim != head_dim:
+    dims = problem.query.shape[2], problem.v_dim
+    if dims not in kind.head_dims:
         raise NotImplementedError(
-            f"head dims (QK/V) {head_dim}/{problem.v_dim} have no decode kernel on {arch}; supported: equal "
-            f"ones, {', '.join(map(str, kind.head_dims))}"
+            f"head dims (QK/V) {_joined(dims)} have no decode kernel on {arch}; supported: "
+            f"{', '.join(map(_joined, kind.head_dims))}"
         )
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = NARROW_TYPES.get(problem.key.dtype, KvType.WIDE)
     narrow = kind.narrow_head_dims.get(kv_type, ())
-    if kv_type is not KvType.WIDE and head_dim not in narrow:
+    if kv_type is not KvType.WIDE and dims not in narrow:
         raise NotImplementedError(
-            f"head dim {head_dim} has no decode kernel on {arch} with a {problem.key.dtype} cache; supported: "
-            f"{', '.join(map(str, narrow)) or 'none'}"
+            f"head dims (QK/V) {_joined(dims)} have no decode kernel on {arch} with a {problem.key.dtype} cache; "
+            f"supported: {', '.join(map(_joined, narrow)) or 'none'}"
         )
     if kv_type is KvType.WIDE:
         require_dtypes(problem, out_dtype, arch)
     require_seen(problem, "decode kernel", (*MASKS, MaskKind.CYCLIC) if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
-    common = (arch, dtype, QUERY_DTYPES[out_dtype], head_dim, head_dim, problem.mask.kind)
-    rows = kind.rows_for(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
+    common = (arch, dtype, QUERY_DTYPES[out_dtype], *dims, problem.mask.kind)
+    rows = kind.rows_for(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, dims[0], kv_type)
     unfetched = kind(*common, *paged_fetches(1)[0], kv_type, rows)
     fetch = kv_fetch(problem, unfetched.tile.n)
     config = kind(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
     short = replace(config, short_leaves=problem.q_offsets is not None and config.has_tree)
     return short if short.leaf_tiles < config.leaf_tiles else config
+
+
+def _joined(dims: tuple[int, int]) -> str:
+    """Return head dims (QK, V) as messages name them."""
+    return "/".join(map(str, dict.fromkeys(dims)))
 
 
 def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:
@@ -333,11 +338,10 @@ def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") ->
 def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = DecodeConfig) -> Iterator[DecodeConfig]:
     """Yield the decode kernels that are compiled ahead."""
     for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_TYPES):
-        if head_dim not in kind.head_dims:
+        dims = (head_dim, head_dim)
+        if dims not in kind.head_dims or (kv_type is not KvType.WIDE and dims not in kind.narrow_head_dims[kv_type]):
             continue
-        if kv_type is not KvType.WIDE and head_dim not in kind.narrow_head_dims[kv_type]:
-            continue
-        common = (arch, dtype, dtype, head_dim, head_dim, mask)
+        common = (arch, dtype, dtype, *dims, mask)
         for rows in sorted({kind.rows_for(rows, head_dim, kv_type) for rows in (*SWAP_AB_ROWS, ROWS)}):
             tile = kind(*common, *paged_fetches(1)[0], kv_type, rows).tile
             for fetch, box_rows in paged_fetches(tile.n):

@@ -179,6 +179,12 @@ def test_short_causal_calls_over_a_cache_run_decode_kernels(recorded: Any) -> No
         assert recorded.problems[-1].family is expected, (q_len, causal, dim)
 
 
+def test_short_calls_over_values_narrower_than_keys_run_decode_kernels(recorded: Any) -> None:
+    caches = dict(k_cache=tensor(B, 64, KV_HEADS, 192), v_cache=tensor(B, 64, KV_HEADS, 128))
+    call("flash_attn_with_kvcache", q=tensor(B, 1, HEADS, 192), causal=True, **caches)
+    assert recorded.problems[-1].family is Family.DECODE
+
+
 @pytest.mark.parametrize(("capacity", "page_size"), [(64, 64), (4096, 1024), (96, 32), (33, 1)])
 def test_a_contiguous_cache_has_the_largest_pages_that_divide_it(capacity: int, page_size: int, recorded: Any) -> None:
     k = tensor(B, capacity, KV_HEADS, DIM)

@@ -47,7 +47,7 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
 def test_a_row_has_what_its_implementations_do_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     row = features.ENTRIES[support.XQA].feature("16bit")
     assert replace(row).archs == support.ARCHS
-    monkeypatch.setattr(Sm120DecodeConfig, "head_dims", (64,))
+    monkeypatch.setattr(Sm120DecodeConfig, "head_dims", ((64, 64),))
     assert replace(row).archs == support.HOPPER
 
 
@@ -226,7 +226,8 @@ def test_blackwell_has_its_own_kernels_of_16_and_8_bits() -> None:
 
 def test_sm120_has_decode_head_dims_of_hopper() -> None:
     others = features.ENTRIES[support.XQA].feature("other_head_dim")
-    dims = {dim for dim in range(8, 601, 8) if not others.is_asked(probes.decode(dim=dim))}
+    every = itertools.product(range(8, 601, 8), repeat=2)
+    dims = {each for each in every if not others.is_asked(probes.decode(dims=each))}
     assert dims == set(DecodeConfig.head_dims) == set(Sm120DecodeConfig.head_dims)
 
 

@@ -88,6 +88,13 @@ def nvfp4_output() -> dict[str, Any]:
     return {**valid_calls.context(cache, "HND", data(8, 4, 64, dtype=FP8)), "out_dtype": "nvfp4", "o_sf_scale": 1.0}
 
 
+def narrower_values() -> dict[str, Any]:
+    """Return drafts over a cache whose V has fewer columns than K."""
+    tokens, heads, _ = form(XQA, "drafts")["query"].shape
+    cache = data(4, 16, 2, 192), data(4, 16, 2, 128)
+    return {**form(XQA, "drafts"), "query": data(tokens, heads, 192), "kv_cache": cache, "kv_layout": "NHD"}
+
+
 def results_of(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the arguments with every combination of given and requested results."""
     flag = "save_softmax_stats" if name == FMHA else "return_lse"
@@ -107,6 +114,7 @@ RESULTS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     (FMHA, lambda: {**form(FMHA, "separate"), "out_dtype": "bfloat16"}),
     (CUDNN, lambda: form(CUDNN, "ragged")),
     (XQA, lambda: form(XQA, "drafts")),
+    (XQA, narrower_values),
     (MLA, lambda: form(MLA, "several-tokens")),
 ]
 

@@ -209,8 +209,12 @@ class TestRefusals:
                 XQA, NotImplementedError, f"^{FUNCTIONS[XQA].__name__} on sm_90a supports .*head_dim={dim}", **changes
             )
         halves = data(PAGES, PAGE, KV_HEADS, DIM), data(PAGES, PAGE, KV_HEADS, DIM // 2)
-        text = f"^kv_cache must have the head_dim of query, {DIM}, for V as well, got {DIM // 2}$"
+        text = f"^kv_cache must have the head_dim of query, {DIM}, for V as well, got {DIM // 2} .*: 192/128.$"
         refused(XQA, ValueError, text, kv_cache=halves)
+        codes = [data(PAGES, PAGE, KV_HEADS, dim // 2, dtype=U8) for dim in (192, 128)]
+        scales = [data(PAGES, PAGE, KV_HEADS, dim // 16, dtype=FP8) for dim in (192, 128)]
+        changes = dict(query=data(BATCH, HEADS, 192), kv_cache=tuple(codes), kv_cache_sf=tuple(scales))
+        refused(XQA, NotImplementedError, "with NVFP4 caches: 64, 128, 256; got head_dim=192", "nvfp4", **changes)
 
     def test_tokens_per_request(self) -> None:
         refused(XQA, ValueError, f"^q_len_per_req must divide the {BATCH} rows of query, got 2$", q_len_per_req=2)

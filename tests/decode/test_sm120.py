@@ -21,6 +21,7 @@ from hopwell.kernels import execute
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.problem import Family, MaskKind
 from tests.decode import test_light_weights as light_weights
+from tests.decode import test_narrower_values as narrower_values
 from tests.decode import test_nvfp4 as nvfp4
 from tests.decode.test_clients import test_context_parallel_ranks as ranks_share_keys
 
@@ -65,6 +66,12 @@ def test_drafts_over_nvfp4_caches() -> None:
 
 def test_nvfp4_gives_the_bits_of_e4m3() -> None:
     nvfp4.test_bits_are_those_of_e4m3(head_dim=128, group=3, device="cpu")
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["wide", "e4m3"])
+def test_values_narrower_than_keys(kv_dtype: torch.dtype | None) -> None:
+    """Through the entry, with drafts, a window and sinks, in several tiles of rows."""
+    narrower_values.test_drafts(heads=18, kv_dtype=kv_dtype, device="cpu")
 
 
 @pytest.mark.parametrize(("kv_dtype", "rows"), [(torch.float8_e4m3fn, 4), (NVFP4, 36)], ids=["e4m3", "nvfp4"])

@@ -67,7 +67,7 @@ def test_narrow_caches(kv_type: KvType, head_dim: int, mask: MaskKind, page_size
         (80, WIDE, 6, 5),
     ],
 )
-def test_other_head_dims(head_dim: int, kv_type: KvType, group: int, q_len: int) -> None:
+def test_other_head_dims(head_dim: int | tuple[int, int], kv_type: KvType, group: int, q_len: int) -> None:
     config = config_for(head_dim, FULL if q_len == 1 else DRAFT, 16, kv_type=kv_type, rows=group * q_len)
     kv_lens = lengths(cut_tokens(config), 16)
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group), 16)

@@ -78,23 +78,25 @@ def rows_of(dim: int, kv_type: KvType) -> list[int]:
     return sorted({tile_rows(rows, dim, kv_type) for rows in (*SWAP_AB_ROWS, ROWS)})
 
 
-def of_rows(dim: int, kv_type: KvType, rows: int) -> list[DecodeConfig]:
-    """Return every kernel of a head dim and this number of rows with bf16 queries, shipped or not."""
-    common = (ARCH, "bf16", "bf16", dim, dim)
+def of_rows(dim: int | tuple[int, int], kv_type: KvType, rows: int) -> list[DecodeConfig]:
+    """Return every kernel of a head dim, or (QK, V), and this number of rows with bf16 queries, shipped or not."""
+    common = (ARCH, "bf16", "bf16", *(dim if isinstance(dim, tuple) else (dim, dim)))
     tile_n = DecodeConfig(*common, MaskKind.FULL, *paged_fetches(1)[0], kv_type, rows).tile.n
     return [DecodeConfig(*common, mask, *fetch, kv_type, rows) for mask in MASKS for fetch in paged_fetches(tile_n)]
 
 
-def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
-    """Return the configs of a head dim with tiles of any rows."""
-    return [config for rows in rows_of(dim, kv_type) for config in of_rows(dim, kv_type, rows)]
+def of_dim(dim: int | tuple[int, int], kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
+    """Return the configs of a head dim, or (QK, V), with tiles of any rows."""
+    qk = dim[0] if isinstance(dim, tuple) else dim
+    return [config for rows in rows_of(qk, kv_type) for config in of_rows(dim, kv_type, rows)]
 
 
 def kernel_of(config: DecodeConfig) -> DecodeKernel:
     return build(config)[0]
 
 
-EVERY_DIM = [(dim, kv_type) for kv_type in KV_TYPES for dim in HEAD_DIMS]
+EVERY_DIM = [(dims, kv_type) for kv_type in KV_TYPES for dims in HEAD_DIMS]
+EQUAL_DIMS = [qk for qk, v in HEAD_DIMS if qk == v]
 
 
 class TestShipped:
@@ -164,7 +166,7 @@ class TestShipped:
 
 class TestResources:
     @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
-    def test_every_head_dim_fits(self, dim: int, kv_type: KvType) -> None:
+    def test_every_head_dim_fits(self, dim: tuple[int, int], kv_type: KvType) -> None:
         """Shared memory, launch registers, and rows of one tile suffice."""
         for config in of_dim(dim, kv_type):
             assert kernel_of(config).shared_bytes * config.ctas_per_sm <= SHARED_BYTES
@@ -181,7 +183,7 @@ class TestResources:
             assert stages * config.tile.n * sum(config.layout.stage_columns) * 2 >= 128 << 10
 
     @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
-    def test_chunks_are_whole_tiles(self, dim: int, kv_type: KvType) -> None:
+    def test_chunks_are_whole_tiles(self, dim: tuple[int, int], kv_type: KvType) -> None:
         for config in of_dim(dim, kv_type):
             assert cut_tokens(config) % config.tile.n == 0
 
@@ -209,7 +211,15 @@ class TestResolve:
             assert (config.dtype, config.head_dim_qk, config.mask) == (DTYPES[dtype], dim, mask)
             assert (config.kv_fetch is KvFetch.PAGE_ROWS) == (page_size < 8)
 
-    @pytest.mark.parametrize("dim", HEAD_DIMS)
+    @pytest.mark.parametrize("q_len", Q_LENS)
+    def test_narrower_values(self, q_len: int) -> None:
+        key, value = cache("tuple-HND", 16, (192, 128))
+        one = replace(problem(max_q_len=q_len), key=key, value=value, query=empty(600, 4, 192))
+        config = resolve_decode(one, ARCH)
+        assert config in of_rows((192, 128), KvType.WIDE, config.rows)
+        assert config.name.startswith("decode_sm_90a_bf16_d192_128_full_")
+
+    @pytest.mark.parametrize("dim", EQUAL_DIMS)
     def test_other_head_dims(self, dim: int) -> None:
         for page_size, q_len in itertools.product(PAGE_SIZES, self.Q_LENS):
             config = resolve_decode(problem(page_size=page_size, dim=dim, max_q_len=q_len), ARCH)
@@ -258,7 +268,7 @@ class TestResolve:
     @pytest.mark.parametrize("kv_type", [KvType.E4M3, KvType.INT8])
     def test_caches_of_8_bits(self, kv_type: KvType) -> None:
         dtype = {KvType.E4M3: torch.float8_e4m3fn, KvType.INT8: torch.int8}[kv_type]
-        for dim, page_size, out in itertools.product(HEAD_DIMS, PAGE_SIZES, (None, torch.float8_e4m3fn)):
+        for dim, page_size, out in itertools.product(EQUAL_DIMS, PAGE_SIZES, (None, torch.float8_e4m3fn)):
             query = empty(60, 4, dim)
             given = None if out is None else empty(60, 4, dim, dtype=out)
             config = resolve_decode(problem(page_size=page_size, dim=dim, dtype=dtype, query=query, out=given), ARCH)
@@ -285,11 +295,13 @@ class TestRefusals:
 
     @pytest.mark.parametrize("dim", [8, 24, 40, 272, 320, 496, 528, 1024])
     def test_other_head_dims(self, dim: int) -> None:
-        assert f"{dim}/{dim} have no decode kernel on sm_90a; supported: " in self.refusal(problem(dim=dim))
+        assert f"(QK/V) {dim} have no decode kernel on sm_90a; supported: 16, 32, " in self.refusal(problem(dim=dim))
 
     def test_v_of_another_width(self) -> None:
-        key, value = cache("tuple-HND", 16, (192, 128))
-        assert "192/128" in self.refusal(replace(problem(), key=key, value=value, query=empty(600, 4, 192)))
+        key, value = cache("tuple-HND", 16, (192, 64))
+        refusal = self.refusal(replace(problem(), key=key, value=value, query=empty(600, 4, 192)))
+        assert "192/64 have no decode kernel" in refusal
+        assert "192/128" in refusal
 
     @pytest.mark.parametrize(("name", "change"), UNSEEN.items(), ids=str)
     def test_what_kernels_do_not_look_at(self, name: str, change: dict[str, Any]) -> None:

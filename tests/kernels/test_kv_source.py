@@ -339,12 +339,12 @@ def row_addresses(tile_n: int) -> list[int]:
     return [0 if row % 5 == 2 else (1 << 40) + 4096 * row for row in range(tile_n)]
 
 
-@pytest.mark.parametrize("head_dim", DECODE_HEAD_DIMS)
-def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
+@pytest.mark.parametrize("dims", DECODE_HEAD_DIMS)
+def test_elements_of_8_bits_are_fetched_two_by_two(dims: tuple[int, int]) -> None:
     """The fetch treats them as 16-bit elements with half the columns and half the strides."""
-    of = ("sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_ROWS, 0)
+    of = ("sm_90a", "bf16", "bf16", *dims, MaskKind.FULL, KvFetch.PAGE_ROWS, 0)
     g = geometry(16)
-    for make in (KvOperand.key, KvOperand.value):
+    for make, head_dim in zip((KvOperand.key, KvOperand.value), dims, strict=True):
         wide, narrow = (make(ADDRESSES, g, DecodeConfig(*of, kind)) for kind in (KvType.WIDE, KvType.E4M3))
         strides = [[int(s) for s in (operand.page, operand.head, operand.row)] for operand in (wide, narrow)]
         assert strides[1] == [stride // 2 for stride in strides[0]]

@@ -100,8 +100,14 @@ class DequantProducts:
         )
 
     @property
-    def blocks(self) -> list[ColumnBlock]:
+    def key_blocks(self) -> list[ColumnBlock]:
+        """Column blocks of Q and K."""
         return ColumnBlock.all(self.kernel.config.head_dim_qk, self.element.bits)
+
+    @property
+    def value_blocks(self) -> list[ColumnBlock]:
+        """Column blocks of V and O."""
+        return ColumnBlock.all(self.kernel.config.head_dim_v, self.element.bits)
 
     @property
     def element(self) -> Element:
@@ -119,7 +125,7 @@ class DequantProducts:
         tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.layout.q_columns * HALFWORD_BYTES)
         for product in range(self.products):
             words = []
-            for block in self.blocks:
+            for block in self.key_blocks:
                 vectors = block.key_part * HALFWORD_BYTES // copy.VECTOR_BYTES
                 for i in range(vectors):
                     vector = block.first * HALFWORD_BYTES // copy.VECTOR_BYTES + t * vectors + i
@@ -154,7 +160,7 @@ class DequantProducts:
         g, t = place_in_warp()
         scores.registers.fill(0.0)
         depth, scales = 0, self._key_scales(core_matrices)
-        for block in self.blocks:
+        for block in self.key_blocks:
             rows = [self.rows(self.k_tile, 0, *core_matrix, block) for core_matrix in core_matrices]
             part = self.element.bytes_of(block.key_part)
             load_bytes = min(part, copy.VECTOR_BYTES)

@@ -187,7 +187,7 @@ class DequantLeafOperands(DequantProducts):
         # bytes before the vectors with this number
         lane, before = cute.arch.lane_idx(), number * WARPS * copy.VECTOR_BYTES
         core_matrix = first // copy.ATOM_ROWS + lane // copy.ATOM_ROWS
-        rows = self.rows(self.v_tile, 1, stage, core_matrix, self.blocks[before // BLOCK_BYTES])
+        rows = self.rows(self.v_tile, 1, stage, core_matrix, self.value_blocks[before // BLOCK_BYTES])
         vector = before % BLOCK_BYTES // copy.VECTOR_BYTES + self.columns.vector(0)
         return copy.load_matrix_x4(self.vector(1, rows, lane % copy.ATOM_ROWS, vector), transposes=True)
 

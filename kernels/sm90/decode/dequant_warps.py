@@ -107,7 +107,7 @@ class DequantDecodeOperands(DequantProducts):
         return DequantDecodeOperands(
             **DequantProducts.fields(kernel, tiles, products),
             s=cute.make_rmem_tensor(STEP_KEYS * rows // LANES, Float32),
-            o=cute.make_rmem_tensor(padded(kernel.config.head_dim_qk) * rows // LANES, Float32),
+            o=cute.make_rmem_tensor(padded(kernel.config.head_dim_v) * rows // LANES, Float32),
         )
 
     def scores(self) -> ColumnFragment:
@@ -127,7 +127,7 @@ class DequantDecodeOperands(DequantProducts):
         kind = self.kernel.config.kv_type
         for first in range(0, core_matrices, 2):
             fragment, weights = 0, [pair[first : first + 2] for pair in p]
-            for block in self.blocks:
+            for block in self.value_blocks:
                 # Two adjacent keys are the halves of a word of A. Adjacent columns are its rows g and g + 8.
                 pairs = [self._values(stage, core_matrices * step + first + i, block) for i in range(2)]
                 for word in range(len(pairs[0][0])):
@@ -298,7 +298,7 @@ class DequantWarps:
             if mine.first_row + own < count:
                 if g == 0:
                     copy.store_shared(exchange.row_statistics(row), statistics)
-                for block in operands.blocks:
+                for block in operands.value_blocks:
                     columns = operands.columns(block, r)
                     for i in cutlass.range_constexpr(0, len(columns), COLUMNS_AT_ONCE):
                         vector = (block.first + g * block.value_part + i) // COLUMNS_AT_ONCE

@@ -119,7 +119,7 @@ def elements(data: Batch, tokens: list[int], unit: int, dtype: torch.dtype = tor
 def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: str = "xqa", **more: Any) -> torch.Tensor:
     """Return the output of a decode entry: XQA, or "trtllm"."""
     table, (kv_heads, page_size) = problem.page_table.key, problem.key.shape[1:3]
-    size = xqa_workspace_bytes(data.heads, kv_heads, data.head_dim, table.shape[1] * page_size, q_len, data.device)
+    size = xqa_workspace_bytes(data.heads, kv_heads, data.v_head_dim, table.shape[1] * page_size, q_len, data.device)
     arguments: dict[str, Any] = dict(
         query=data.q,
         kv_cache=(problem.key, problem.value),

@@ -40,7 +40,7 @@ class Case:
 
 
 def config_for(
-    head_dim: int,
+    head_dim: int | tuple[int, int],
     mask: MaskKind,
     page_size: int,
     dtype: str = "bf16",
@@ -50,9 +50,11 @@ def config_for(
 ) -> DecodeConfig:
     """Return the kernel for contiguous pages of ``page_size`` tokens and this number of packed rows.
 
-    A request's packed rows are the query heads of a KV head times its new tokens.
+    ``head_dim`` is a pair (QK, V) if V has another one. A request's packed rows are the query heads of a KV head times
+    its new tokens.
     """
-    common, kind = ("sm_90a", dtype, dtype, head_dim, head_dim, mask), (kv_type, tile_rows(rows, head_dim, kv_type))
+    dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    common, kind = ("sm_90a", dtype, dtype, *dims, mask), (kv_type, tile_rows(rows, dims[0], kv_type))
     box_rows = min(page_size, MAX_BOX_ROWS, DecodeConfig(*common, KvFetch.PAGE_ROWS, 0, *kind).tile.n)
     fetch = (KvFetch.PAGE_BOXES, box_rows) if box_rows >= MIN_BOX_ROWS else (KvFetch.PAGE_ROWS, 0)
     return DecodeConfig(*common, *fetch, *kind)
@@ -98,6 +100,7 @@ def batch_of(config: DecodeConfig, case: Case, device: str) -> DecodeBatch:
         heads=case.group * case.kv_heads,
         kv_heads=case.kv_heads,
         head_dim=config.head_dim_qk,
+        v_head_dim=config.head_dim_v,
         dtype=TORCH_DTYPES[config.dtype],
         device=device,
         magnitude=case.magnitude,

@@ -233,8 +233,17 @@ def covering_decode_configs() -> list[DecodeConfig]:
         (256, MaskKind.DRAFT, PAGES16, splitting.ROWS, ("bf16", "bf16")),
         (256, MaskKind.FULL, (KvFetch.PAGE_BOXES, 8), splitting.ROWS, ("fp16", "e4m3")),
     ]
+    # V has fewer columns than K: every kernel, both fetches and each mask.
+    unequal = [
+        (MaskKind.SLIDING_WINDOW, ROWS, KvType.WIDE, SWAP_AB_ROWS[1]),
+        (MaskKind.DRAFT, PAGES16, KvType.WIDE, splitting.ROWS),
+        (MaskKind.FULL, PAGES16, KvType.E4M3, SWAP_AB_ROWS[0]),
+        (MaskKind.DRAFT, ROWS, KvType.E4M3, MOST_ROWS_IN_REGISTERS),
+        (MaskKind.DRAFT, PAGES16, KvType.E4M3, splitting.ROWS),
+    ]
     return [
         *filter(stands_for_others, shipped_decode_configs()),
+        *(DecodeConfig("sm_90a", "bf16", "bf16", 192, 128, mask, *fetch, *kind) for mask, fetch, *kind in unequal),
         *(DecodeConfig(*padded, *fetch, *kind) for fetch in (PAGES16, ROWS) for kind in kinds),
         *(
             DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3, rows)
@@ -304,10 +313,15 @@ def covering_sm120_decode_configs() -> list[DecodeConfig | MlaConfig]:
         ("bf16", 256, draft, PAGES64, KvType.NVFP4, 8),
     ]
     latent = [((576, 512), PAGES64), ((576, 512), TOPK), ((320, 256), ROWS), ((512, 512), TOPK)]
+    unequal = [(window, ROWS, KvType.WIDE, 16), (draft, PAGES16, KvType.E4M3, 8)]
     return [
         *(
             Sm120DecodeConfig("sm_120a", dtype, dtype, dim, dim, mask, *fetch, kv_type, rows)
             for dtype, dim, mask, fetch, kv_type, rows in chosen
+        ),
+        *(
+            Sm120DecodeConfig("sm_120a", "bf16", "bf16", 192, 128, mask, *fetch, *kind)
+            for mask, fetch, *kind in unequal
         ),
         *(
             Sm120MlaConfig(
