@@ -130,6 +130,7 @@ def _grid() -> list[Decode]:
 LONG, SHORT = 131072, 512
 UNEVEN = (*[SHORT] * 31, LONG, *[SHORT] * 32)
 FEW = _uniform("D1", 1, 131072)
+SIXTEEN = Decode("L16", "16 x 1024 to 8192", tuple(1024 + 7168 * i // 15 for i in range(16)))  # in equal steps
 MANY = (_uniform("D2", 32, 8192), _uniform("D3", 128, 2048), _uniform("D4", 256, 1024))
 
 DECODE = (
@@ -144,13 +145,17 @@ DECODE = (
     _uniform("D2-d256", 32, 8192, heads=32, kv_heads=4, head_dim=256),
     Decode("uneven", f"{LONG} among {len(UNEVEN) - 1} x {SHORT}", UNEVEN),
     _uniform("even", len(UNEVEN), sum(UNEVEN) // len(UNEVEN)),
-    # With more rows, kernels dequantize 8-bit caches in registers and in place.
+    # With more rows, kernels dequantize 8-bit caches in registers and in place, and NVFP4 caches in registers.
     *(_with_fp8_cache(_uniform(f"D2-q{new}", 32, 8192, q_len=new)) for new in (2, 4, 8)),
+    *(_with_nvfp4_cache(_uniform(f"D2-q{new}", 32, 8192, q_len=new)) for new in (2, 4, 8)),
     _with_fp8_cache(_uniform("D-d512", 32, 4096, heads=32, kv_heads=4, head_dim=512)),
     _uniform("D-d512", 32, 4096, heads=32, kv_heads=4, head_dim=512),
     _uniform("D2-q8", 32, 8192, q_len=8),
     _uniform("L1", 1, 1024),
     _uniform("L8", 8, 4096),
+    SIXTEEN,
+    _with_fp8_cache(SIXTEEN),
+    _with_nvfp4_cache(SIXTEEN),
     *_grid(),
 )
 

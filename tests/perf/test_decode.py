@@ -43,6 +43,12 @@ def test_cases_of_decode() -> None:
     assert sum(CASES["uneven"].kv_lens) == sum(CASES["even"].kv_lens)
     assert CASES["uneven"].batch == CASES["even"].batch
     assert CASES["D3-fp8"].work == CASES["D3"].work / 2
+    drafts = [CASES[f"D2-q{new}-{cache}"] for new in (2, 4, 8) for cache in ("fp8", "nvfp4")]
+    assert [case.q_len for case in drafts] == [2, 2, 4, 4, 8, 8]
+    assert CASES["D-d512-fp8"].head_dim == 512
+    sixteen = CASES["L16"].kv_lens
+    assert (len(sixteen), min(sixteen), max(sixteen)) == (16, 1024, 8192)
+    assert CASES["L16-nvfp4"].kv_lens == CASES["L16-fp8"].kv_lens == sixteen
     points = {(case.batch, case.x) for case in CASES.values() if case.series}
     assert {batch for batch, _ in points} == set(BATCHES)
     assert {length for _, length in points} == set(LENGTHS)
