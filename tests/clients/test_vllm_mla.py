@@ -185,4 +185,5 @@ def test_prefill_of_new_tokens_and_of_context() -> None:
     torch.testing.assert_close(lse[:, :9].double(), expected_lse.t(), atol=0.01, rtol=0.01)
     assert not out[9:].any()
     assert lse.shape == (HEADS, 14)
+    assert lse.is_contiguous()
     assert (lse[:, 9:] == -torch.inf).all()

@@ -93,9 +93,7 @@ class HopwellMLAPrefillBackend(MLAPrefillBackend):
         return_lse: bool,
         out: torch.Tensor | None,
     ) -> Any:
-        tokens, heads, _ = q.shape
-        lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if return_lse else None
-        result, _ = hopwell.cudnn_batch_prefill_with_kv_cache(
+        result, lse = hopwell.cudnn_batch_prefill_with_kv_cache(
             q,
             k,
             v,
@@ -111,7 +109,7 @@ class HopwellMLAPrefillBackend(MLAPrefillBackend):
             batch_offsets_k=k_starts,
             batch_offsets_stats=q_starts if return_lse else None,
             out=out,
-            lse=lse,
             batch_offsets_units="tokens",
+            lse_layout="HN",
         )
-        return result if lse is None else (result, lse.t().contiguous())
+        return (result, lse) if return_lse else result
