@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
+from hopwell._calls.dynamo import call_op, is_traced, traced_as_op
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments
 from hopwell._calls.repeat import Arguments
 from hopwell._checks.arguments import INT32_MAX
@@ -164,7 +164,7 @@ def cudnn_batch_prefill_with_kv_cache(
     repeated = _CUDNN.latest(arguments, out, lse) or _CUDNN.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated
-    if has_no_data(q):
+    if is_traced(q):
         return call_op(cudnn_batch_prefill_with_kv_cache, "q", locals())
     call = call_arguments(CudnnCall, locals())
     problem = cudnn_problem(call)

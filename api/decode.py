@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
+from hopwell._calls.dynamo import call_op, is_traced, traced_as_op
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, halves, single
 from hopwell._calls.repeat import Arguments, Results
 from hopwell._checks.arguments import FP8, INT32_MAX
@@ -203,7 +203,7 @@ def xqa_batch_decode_with_kv_cache(
         arguments += (lse, return_lse, return_lse_base)
     done = _XQA.latest(arguments, out, lse) or _XQA.repeat(arguments, out, lse)
     if done is None:
-        if has_no_data(query):
+        if is_traced(query):
             return call_op(xqa_batch_decode_with_kv_cache, "query", locals())
         call = call_arguments(XqaCall, locals())
         problem = xqa_problem(call)
@@ -410,7 +410,7 @@ def trtllm_batch_decode_with_kv_cache(
         )
     done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
-        if has_no_data(query):
+        if is_traced(query):
             return call_op(trtllm_batch_decode_with_kv_cache, "query", locals())
         done = _checked_trtllm(arguments, call_arguments(TrtllmDecodeCall, locals()))
     return done if return_lse else done[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
+from hopwell._calls.dynamo import call_op, is_traced, traced_as_op
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, single
 from hopwell._calls.repeat import Arguments
 from hopwell._checks.arguments import FP8, INT32_MAX
@@ -225,7 +225,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         done = _MLA.latest(arguments, out, lse)
     done = done or _MLA.repeat(arguments, out, lse)
     if done is None:
-        if has_no_data(query):
+        if is_traced(query):
             return call_op(trtllm_batch_decode_with_kv_cache_mla, "query", locals())
         call = call_arguments(MlaCall, locals())
         problem = mla_problem(call)

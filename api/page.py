@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
+from hopwell._calls.dynamo import call_op, is_traced, traced_as_op
 from hopwell._calls.launch import halves
 from hopwell._checks import arguments as checks
 from hopwell._checks import device_data
@@ -123,7 +123,7 @@ def append_paged_kv_cache(
         enable_pdl,
     )
     if _APPEND.repeat(arguments) is None:
-        if has_no_data(append_key):
+        if is_traced(append_key):
             return call_op(append_paged_kv_cache, "append_key", locals())
         _APPEND.run(arguments)
     return None
@@ -246,7 +246,7 @@ def append_paged_kv_cache_with_slot_mapping(
         enable_pdl,
     )
     if _APPEND_SLOTS.repeat(arguments) is None:
-        if has_no_data(append_key):
+        if is_traced(append_key):
             return call_op(append_paged_kv_cache_with_slot_mapping, "append_key", locals())
         _APPEND_SLOTS.run(arguments)
     return None
@@ -325,7 +325,7 @@ def get_batch_indices_positions(
     >>> get_batch_indices_positions(starts, torch.tensor([5, 5, 5, 5]), 7)[1].tolist()
     [4, 3, 4, 2, 3, 4, -1]
     """
-    if has_no_data(append_indptr):
+    if is_traced(append_indptr):
         return call_op(get_batch_indices_positions, "append_indptr", locals())
     starts, lengths = _starts_and("append_indptr", append_indptr, "seq_lens", seq_lens)
     nnz = checks.host_int("nnz", nnz)
@@ -360,7 +360,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     >>> get_seq_lens(torch.tensor([0, 3, 4]), torch.tensor([13, 8]), 16).tolist()
     [45, 8]
     """
-    if has_no_data(kv_indptr):
+    if is_traced(kv_indptr):
         return call_op(get_seq_lens, "kv_indptr", locals())
     starts, last = _starts_and("kv_indptr", kv_indptr, "kv_last_page_len", kv_last_page_len)
     size = checks.host_int("page_size", page_size, minimum=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hopwell._calls.dynamo import call_op, has_no_data, traced_as_op
+from hopwell._calls.dynamo import call_op, is_traced, traced_as_op
 from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, halves, single
 from hopwell._calls.repeat import Arguments, Results, output_parts
 from hopwell._checks.arguments import INT32_MAX
@@ -239,7 +239,7 @@ def trtllm_batch_context_with_kv_cache(
         repeated = _CONTEXT.latest(arguments, out, lse)
     done = repeated or _CONTEXT.repeat(arguments, out, lse)
     if done is None:
-        if has_no_data(query):
+        if is_traced(query):
             return call_op(trtllm_batch_context_with_kv_cache, "query", locals())
         done = _checked_context(arguments, call_arguments(ContextCall, locals()))
     return done if return_lse else done[0]
@@ -375,7 +375,7 @@ def trtllm_fmha_v2_prefill(
     repeated = _FMHA_V2.latest(arguments, out, None) or _FMHA_V2.repeat(arguments, out)
     if repeated is not None:
         return repeated if save_softmax_stats else repeated[0]
-    if has_no_data(query):
+    if is_traced(query):
         return call_op(trtllm_fmha_v2_prefill, "qkv", locals())
     call = call_arguments(FmhaV2Call, locals())
     problem = fmha_v2_problem(call)

@@ -1,4 +1,6 @@
-"""Entry points in graphs: compilers see a custom op in place of a call, see :mod:`hopwell.torch_ops`."""
+"""Entry points in graphs: compilers and dispatch modes see a custom op in place of a call, see
+:mod:`hopwell.torch_ops`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
@@ -42,16 +45,26 @@ def has_no_data(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, (FakeTensor, FunctionalTensor)))
 
 
+def is_traced(value: Any) -> bool:
+    """Return whether a call with the main tensor ``value`` goes through its op: the tensor has no data, or a dispatch
+    mode, such as the mode of ``make_fx``, would not see the launch.
+    """
+    if has_no_data(value):
+        return True
+    # Modes that trace before autograd have no place on the stack.
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+
+
 def call_op(function: Callable[..., Any], main: str, given: Mapping[str, Any]) -> Any:
-    """Call the op that belongs to ``function`` with tensors that have no data.
+    """Call the op that belongs to ``function``.
 
     Args:
         function: the entry.
-        main: the entry's first tensor argument, which has no data.
+        main: the name of the entry's first tensor argument.
         given: all arguments of the entry, and other local variables.
 
     Raises:
-        ValueError: another tensor argument has data.
+        ValueError: ``main`` has no data, and another tensor argument has.
     """
     from hopwell.torch_ops import TRACED
 
@@ -60,7 +73,7 @@ def call_op(function: Callable[..., Any], main: str, given: Mapping[str, Any]) -
     arguments = {name: given[name] for name in names}
     kind = given[main]
     # Tensors with data are constants of a graph, if torch's mode allows them.
-    if not (
+    if has_no_data(kind) and not (
         isinstance(kind, FunctionalTensor) or (isinstance(kind, FakeTensor) and kind.fake_mode.allow_non_fake_inputs)
     ):
         for name, value in arguments.items():

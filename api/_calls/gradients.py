@@ -1,4 +1,4 @@
-"""Warning that no gradient flows through a call: hopwell is inference only."""
+"""Warning that no gradient flows through a call, and refusal of tangents: hopwell is inference only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from hopwell.kernels.jit import settings
 from hopwell.utils import FP4Tensor
@@ -31,8 +32,12 @@ class Notice:
         """Warn if one of the checked ``arguments``, (name, value) pairs, requires a gradient.
 
         Raises:
-            ValueError: in place of the warning, if device data is checked (``HOPWELL_CHECK``).
+            ValueError: in place of the warning, if device data is checked (``HOPWELL_CHECK``); and if an argument has a
+                tangent of forward-mode differentiation, which would be lost.
         """
+        if forward_ad._current_level >= 0:
+            arguments = tuple(arguments)
+            _refuse_tangents(arguments)
         if not torch.is_grad_enabled() or (self._was_given and not settings.CHECK.is_on):
             return
         for name, value in arguments:
@@ -46,6 +51,12 @@ class Notice:
                 warnings.warn(message, UserWarning, stacklevel=_frames_to_caller())
                 self._was_given = True
                 return
+
+
+def _refuse_tangents(arguments: Iterable[tuple[str, Any]]) -> None:
+    for name, value in arguments:
+        if name not in UNUSED and any(forward_ad.unpack_dual(part).tangent is not None for part in _tensors(value)):
+            raise ValueError(f"inference only: no tangent flows through {name}; use forward_ad.unpack_dual or detach()")
 
 
 def _frames_to_caller() -> int:

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 from hopwell._checks.arguments import is_plain
 from hopwell.kernels.launch.scratch import own_scratch
@@ -40,6 +42,9 @@ Results = tuple[Any, Any]
 # exception that ends the process. A value that is not a tensor raises AttributeError there.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
+# Conditions under which torch must see a call: a dispatch mode would miss the launch, and a dual tensor has a tangent.
+# The guards do not compare these. Attributes of modules cost a few nanoseconds, and functions ten times as much.
+SEEN = ("not modes._is_in_torch_dispatch_mode", "forward_ad._current_level < 0")
 TENSOR = object()  # stands for a tensor among remembered arguments
 RESULTS = {"out": "out", "lse": "statistics", "statistics": "statistics", "out_scales": "out.scale"}  # in the functions
 ALIGNMENT = 16  # bytes, required by TMA reads and the largest stores
@@ -72,6 +77,11 @@ def launch(arguments, out, statistics):
     function(anchor, operands, {constants})
     return out, statistics
 """
+
+
+def is_seen() -> bool:
+    """Return whether torch must see a call, so that none is repeated. It is true inside the ops of a dispatch mode."""
+    return _python_dispatch._is_in_torch_dispatch_mode or forward_ad._current_level >= 0
 
 
 def output_parts(out: Any) -> tuple[Any, Any, Any]:
@@ -168,6 +178,8 @@ class Repeat:
             function=call.function,
             anchor=call.anchor,
             fits=self.fits,
+            modes=_python_dispatch,
+            forward_ad=forward_ad,
         )
         for i, constant in enumerate(call.constants):
             self._variables[f"constant{i}"] = constant
@@ -349,7 +361,7 @@ def _conditions(
             variables[f"type{i}"], variables[f"value{i}"] = type(value), value
             equal.append(f"({name} is value{i} or type({name}) is type{i} and {name} == value{i})")
     flat = [f"not {tensor}.is_nested" for tensor in tensors]
-    return [*single, *equal, *flat, f"check({', '.join(tensors)})"]
+    return [*SEEN, *single, *equal, *flat, f"check({', '.join(tensors)})"]
 
 
 def _wrapped(parts: Sequence[str], indent: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell._calls.dynamo import has_no_data
+from hopwell._calls.dynamo import is_traced
 from hopwell._calls.repeat import OperandMap
 from hopwell._checks import arguments as checks
 from hopwell._checks import caches
@@ -155,7 +155,7 @@ def dequantized_query(query: torch.Tensor) -> torch.Tensor:
 
     float16 holds all e4m3 values. The products need it, because e4m3 does not hold NVFP4 elements times their scales.
     """
-    if has_no_data(query):
+    if is_traced(query):
         return query  # the op does it
     _check_query(query)  # before the copy, which would hide faults of the original
     if registry.can_dequantize_q(support.arch_of(query.device)):

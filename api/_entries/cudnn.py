@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell._calls.dynamo import has_no_data
+from hopwell._calls.dynamo import is_traced
 from hopwell._calls.repeat import OperandMap
 from hopwell._checks import arguments as checks
 from hopwell._checks import device_data
@@ -295,7 +295,7 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
 
     Scales are multiplied on the device, so that they may change under a CUDA graph.
     """
-    if has_no_data(q):
+    if is_traced(q):
         return scale, 1.0  # the op does it
     given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     on = checks.main_tensor("q", q).device

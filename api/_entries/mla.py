@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell._calls.dynamo import has_no_data
+from hopwell._calls.dynamo import is_traced
 from hopwell._checks import arguments as checks
 from hopwell._checks.caches import check_dtype
 from hopwell._checks.features import named, require_problem
@@ -127,7 +127,7 @@ def dequantized_query(query: Any) -> Any:
 
     All other queries are returned unchanged.
     """
-    if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8) or has_no_data(query):
+    if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8) or is_traced(query):
         return query
     checks.main_tensor("query", query)  # before the copy, which would hide faults of the original
     if registry.has_fp8_mma(support.arch_of(query.device)):
@@ -144,7 +144,7 @@ def list_lengths(query: Any, seq_lens: Any, top_k: int) -> tuple[Any, torch.Tens
     # Neither tensor has been checked, and nested tensors have no shapes.
     if not isinstance(query, torch.Tensor) or query.is_nested or query.dim() not in (3, 4) or top_k > checks.INT32_MAX:
         return seq_lens, None
-    if has_no_data(query):
+    if is_traced(query):
         return seq_lens, None
     tokens = query.shape[:-2]
     if seq_lens is None:

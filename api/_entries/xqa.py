@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell._calls.dynamo import has_no_data
+from hopwell._calls.dynamo import is_traced
 from hopwell._calls.launch import call_arguments
 from hopwell._checks import arguments as checks
 from hopwell._checks import caches
@@ -357,7 +357,7 @@ def dequantized_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: A
     unchanged.
     """
     is_nvfp4 = caches.has_dtype(kv_cache, torch.uint8)
-    if has_no_data(query) or (not is_nvfp4 and not caches.has_dtype(kv_cache, checks.FP8)):
+    if is_traced(query) or (not is_nvfp4 and not caches.has_dtype(kv_cache, checks.FP8)):
         return query
     checks.main_tensor("query", query)  # before the copy, which would hide faults of the original
     dtype = getattr(out, "dtype", None) if out_dtype is None else out_dtype

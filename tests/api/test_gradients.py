@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.calls.valid_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, MLA, XQA, data, form, ints
+from torch.autograd import forward_ad
 
 import hopwell
 from hopwell import page
@@ -118,6 +119,24 @@ def test_calls_without_a_gradient_do_not_warn(
     detached = {**arguments, names[0]: learning(arguments[names[0]])}
     with torch.no_grad():
         assert warned(function, detached) == []
+
+
+def test_tangents_are_refused_by_name(
+    function: Callable[..., Any], build: Callable[[], dict[str, Any]], names: tuple[str, ...]
+) -> None:
+    def dual(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return (*value[:-1], dual(value[-1]))
+        return forward_ad.make_dual(value, torch.ones_like(value))
+
+    arguments = build()
+    for _ in range(3):
+        function(**arguments)
+        with forward_ad.dual_level():
+            function(**arguments)  # without a tangent
+            for name in names:
+                with pytest.raises(ValueError, match=f"no tangent flows through {name};"):
+                    function(**{**arguments, name: dual(arguments[name])})
 
 
 def test_tensors_of_vmap_are_refused_by_name(

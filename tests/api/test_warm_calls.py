@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.calls import valid_calls
+from helpers.calls.operations import operations_of
 from helpers.calls.valid_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, IN_PLACE, MLA, XQA, Form, form
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopwell._calls import launch, repeat
 
@@ -42,23 +42,11 @@ def test_a_warm_call_has_the_addresses_that_a_checked_call_has(case: Form, recor
     assert recorded.addresses[-1] == warm
 
 
-class Operations(TorchDispatchMode):
-    """Records operations on tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-    def of_a_warm_call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
-        for _ in range(3):
-            function(**arguments)
-        self.names.clear()
+def of_a_warm_call(function: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
+    """Return the operations on tensors."""
+    for _ in range(3):
         function(**arguments)
-        return self.names
+    return operations_of(lambda: function(**arguments))
 
 
 @pytest.mark.parametrize("case", IN_PLACE, ids=str)
@@ -68,9 +56,8 @@ def test_a_warm_call_makes_no_tensors_but_its_results(case: Form) -> None:
     results = case.function(**arguments)
     out, *stats = results if isinstance(results, tuple) else (results,)
     of_stats = ["empty_like"] if stats and "lse" not in arguments else []
-    with Operations() as operations:
-        assert operations.of_a_warm_call(case.function, arguments) == ["empty_like", *of_stats]
-        assert operations.of_a_warm_call(case.function, {**arguments, "out": out}) == of_stats
+    assert of_a_warm_call(case.function, arguments) == ["empty_like", *of_stats]
+    assert of_a_warm_call(case.function, {**arguments, "out": out}) == of_stats
 
 
 @pytest.mark.parametrize("case", RUNNING, ids=str)
