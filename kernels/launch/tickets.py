@@ -9,6 +9,7 @@ may be replayed on any stream.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -84,12 +85,20 @@ class Tickets:
             return fresh.data_ptr()
 
     def _grow(self) -> None:
+        """Add a slab. It is allocated in a thread of its own: torch warms up its CUDA graph trees with the allocations
+        of the thread or stream in the graphs' memory, which it gives to other tensors later.
+        """
+        with ThreadPoolExecutor(1) as other:
+            slab = other.submit(self._zeros).result()
+        self._slabs.append(slab)
+        self._free.extend(slab.data_ptr() + i * self.bytes for i in range(self._at_once))
+
+    def _zeros(self) -> torch.Tensor:
         slab = torch.zeros(self._at_once * self.bytes // 4, dtype=torch.int32, device=self._device)
         if self._has_streams:
             # The slab is zeroed on this stream, and used on any stream.
             torch.cuda.current_stream(self._device).synchronize()
-        self._slabs.append(slab)
-        self._free.extend(slab.data_ptr() + i * self.bytes for i in range(self._at_once))
+        return slab
 
 
 def _stream_of_object(index: int) -> int:

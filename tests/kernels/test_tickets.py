@@ -9,6 +9,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,24 @@ def test_reserve_keeps_half_a_slab_in_store() -> None:
     assert len(store._slabs) == 2
     assert not set(taken) & set(store._free)
     assert len(set(store._free)) == len(store._free)
+
+
+def test_slabs_are_allocated_in_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator may use a graph's memory for the caller's thread. The caller may be in inference mode."""
+    threads: list[int] = []
+    zeros = torch.zeros
+
+    def recorded(*args: Any, **keywords: Any) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return zeros(*args, **keywords)
+
+    monkeypatch.setattr(torch, "zeros", recorded)
+    store = Tickets(CPU, INTS)
+    with torch.inference_mode():
+        store.address()
+    (thread,) = threads
+    assert thread != threading.get_ident()
+    assert not any(slab.is_inference() for slab in store._slabs)
 
 
 @pytest.mark.usefixtures("hurried")

@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import hopwell
 from hopwell._calls.launch import RECENT
+from hopwell._calls.switches import forget_calls
 from hopwell.kernels import Plan, execute
+from hopwell.kernels.launch import tickets
 
 pytestmark = pytest.mark.gpu
 
@@ -228,3 +230,24 @@ def test_first_call_inside_a_capture() -> None:
         execute(problem)
     graph.replay()
     data.expected().check(problem.out)
+
+
+def test_first_calls_in_a_cuda_graph_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``reduce-overhead`` without an eager call before. Nothing of hopwell may stay in the memory of the graphs."""
+    monkeypatch.setattr(tickets, "_sets", {})
+    forget_calls()
+    torch._dynamo.reset()
+    data = Batch([33, 7], [90, 37])
+    key, value, table = data.pages(16)
+    arguments = context_arguments(data, (key, value), table)
+    query = arguments.pop("query")
+
+    def model(query: torch.Tensor) -> torch.Tensor:
+        first = hopwell.trtllm_batch_context_with_kv_cache(query=query, **arguments)
+        return hopwell.trtllm_batch_context_with_kv_cache(query=first + 1, **arguments) * 2
+
+    compiled, want = torch.compile(model, mode="reduce-overhead", fullgraph=True), None
+    with torch.no_grad():
+        results = [compiled(query.clone()).clone() for _ in range(6)]
+        want = model(query)
+    assert all(torch.equal(result, want) for result in results)
