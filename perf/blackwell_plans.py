@@ -8,21 +8,19 @@ from typing import Any
 
 from tabulate import tabulate
 
-from hopwell.perf.blackwell_kernels import LATENT_DIMS, NVFP4_BITS, leaves, mla, prefill
-from hopwell.perf.blackwell_rates import B200, Rates
+from hopwell.perf.blackwell_kernels import LATENT_DIMS, NVFP4_BITS, leaves, mla
+from hopwell.perf.blackwell_rates import Rates
 from hopwell.perf.calibration import DECODE as DECODE_FAMILY
 from hopwell.perf.calibration import MLA as MLA_FAMILY
-from hopwell.perf.calibration import PREFILL as PREFILL_FAMILY
 from hopwell.perf.calibration import spread, steady_step
 from hopwell.perf.decode_workloads import DECODE, Decode
 from hopwell.perf.mla_workloads import MLA
 from hopwell.perf.model import PrefillLoop, seconds
-from hopwell.perf.prefill_workloads import PREFILL, Prefill
+from hopwell.perf.prefill_workloads import Prefill
 from hopwell.perf.quantized import BF16, E4M3
 from hopwell.perf.steps import Step
 
 HEADERS = ["kernel", "cycles a step", "limited by", "then", "case", "model", "range"]
-_DIMS = {"P7": (64, 64), "P1": (128, 128), "P6": (192, 128)}
 _TYPES = {8: ("e4m3", E4M3), 16: ("bf16", BF16)}
 
 
@@ -45,7 +43,6 @@ class Plan:
 
 def plans(rates: Rates) -> Iterator[Plan]:
     """Yield the planned kernels of an architecture."""
-    yield from _prefill_plans(rates)
     named = {case.name: case for case in (*DECODE, *MLA)}
     for name, case, width, share, packed in (
         ("MLA bf16, pair of CTAs", "M1", 16, 2 / 3, False),
@@ -68,20 +65,6 @@ def plans(rates: Rates) -> Iterator[Plan]:
             step = leaves(LATENT_DIMS, rows, width, latent=True)
             latent = replace(named[case], name=case.removesuffix("-fp8"), kv_dtype=dtype)
             yield Plan(f"MLA {kind}, {rows} rows", latent, step, DECODE_FAMILY)
-
-
-def _prefill_plans(rates: Rates) -> Iterator[Plan]:
-    named = {case.name: case for case in PREFILL}
-    eighths = 2 if rates.mufu == B200.mufu else 0  # a MUFU of twice the rate needs no polynomials beside it
-    for bits, half_rows in ((8, False), (8, True), (16, True)):
-        kind, dtype = _TYPES[bits]
-        for name, dims in _DIMS.items():
-            # With 128 keys of 16 bits at 192/128, shared memory has no second stage.
-            keys = 96 if bits == 16 and dims == (192, 128) else 128
-            loop = prefill(dims, bits, keys=keys, half_rows=half_rows, eighths=eighths)
-            title = "d" + "/".join(map(str, dict.fromkeys(dims)))
-            case = replace(named[name], q_dtype=dtype, kv_dtype=dtype)
-            yield Plan(f"prefill {kind} {title}{', half rows' * half_rows}", case, loop, PREFILL_FAMILY)
 
 
 def table(rates: Rates) -> str:

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hopwell.kernels.capability.shipped import kernels_to_ship
 from hopwell.kernels.config.base import KvFetch
-from hopwell.kernels.hardware import WARPGROUP
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch.geometry import head_swizzle_heads
-from hopwell.kernels.problem import Family, MaskKind
-from hopwell.kernels.registry import shipped_configs
-from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
-from hopwell.kernels.support import BLACKWELL
+from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
+from hopwell.kernels.support import BLACKWELL, TYPES_16BIT, TYPES_FP8
 from hopwell.perf.blackwell_rates import B200, DENSE_BF16, Rates
 from hopwell.perf.ceilings import READ
 from hopwell.perf.decode_workloads import Decode
@@ -44,6 +44,7 @@ from hopwell.perf.steps import (
 )
 
 CASES = ("P1", "P2", "P3", "P4", "P6", "P7", "P1-fp8", "P2-fp8")
+EXCHANGED_BYTES = 2 * 4  # of a softmax thread in a step: a maximum, written and read
 FACTOR_BYTES = 2 * Q_TILES * Q_TILE_ROWS * 4  # of a step: a factor for each row, written and read
 
 
@@ -113,6 +114,7 @@ class Code:
     until: int = -1  # index of the arrival that the latency counts to
     loaded: float = 0.0  # bytes of a lane's tensor memory
     stored: float = 0.0
+    sharers: int = 1  # warps of a sub-partition that execute it at the same time
 
     def busy(self, rates: Rates) -> Busy:
         lanes, ptx = self.repeated * self.lanes, self.stretch.ptx
@@ -121,16 +123,22 @@ class Code:
         return Instructions(results, issue, lanes * self.loaded, lanes * self.stored).busy(rates)
 
     def latency(self, rates: Rates) -> float:
-        arrivals = _arrivals(self.stretch.code, rates)
-        return arrivals[self.until] - arrivals[0]
+        code = self.stretch.code
+        arrivals = [(time, i) for i, time in enumerate(_times(code, rates)) if code[i].root == "SYNCS"]
+        (begin, first), (end, last) = arrivals[0], arrivals[self.until]
+        # Warps that share a sub-partition take turns at its issue slots and at its MUFU.
+        exponentials = sum(one.root == "MUFU" for one in code[first:last])
+        busy = self.sharers * max(last - first, exponentials * LANES * rates.issue / rates.mufu)
+        return max(end - begin, busy)
 
 
 def compiled(does: Work, config: Sm100PrefillConfig, rates: Rates) -> PrefillLoop:
     """Describe a compiled kernel by what its code does."""
     lanes, rows = Q_TILES * WARPGROUP, Q_TILES * Q_TILE_ROWS
+    threads = HALVES * lanes  # of softmax
     score, value = (next(one for one in does.products if one.a_in_tensor_memory is kind) for kind in (False, True))
     value = replace(value, signals=False)
-    late = replace(value, count=round(value.count * (1 - config.early_keys / config.tile.n)))
+    late = replace(value, count=round(value.count * (1 - config.early_keys / config.half_keys)))
     work = 2 * rows * config.tile.n * (config.head_dim_qk + config.head_dim_v)
     correction = (
         Code(does.correction, lanes, rates.rescaling, loaded=does.rescale_bytes, stored=does.rescale_bytes),
@@ -138,17 +146,20 @@ def compiled(does: Work, config: Sm100PrefillConfig, rates: Rates) -> PrefillLoo
     )
 
     def step(softmax: Stretch) -> Step:
-        early, whole = (Code(softmax, lanes, 1.0, until, does.tensor_load, does.tensor_store) for until in (-2, -1))
+        moved_bytes = does.tensor_load, does.tensor_store
+        early, whole = (Code(softmax, threads, 1.0, until, *moved_bytes, HALVES) for until in (-2, -1))
         # The first sub-partition also has the warp that issues the products.
         issues = Instructions(issue=does.mma_issue)
-        moved = Traffic(shared=does.loaded_bytes + FACTOR_BYTES, l2=does.loaded_bytes)
+        moved = Traffic(
+            shared=does.loaded_bytes + FACTOR_BYTES + EXCHANGED_BYTES * HALVES * lanes, l2=does.loaded_bytes
+        )
         chains = Chain((score, early, Arrival(), value)), Chain((score, whole, Arrival(), late))
         return Step(config.tile.n, work, (*[score, value] * Q_TILES, moved, whole, *correction, issues), chains)
 
     store = Instructions(cycles=_times(does.store.code, rates)[-1])
     q_bytes = rows * config.layout.q_columns * 2  # the config counts halfwords
     bits = 8 if config.uses_fp8_mma else 16
-    first = Code(does.masked_softmax, lanes, until=-2)
+    first = Code(does.masked_softmax, threads, until=-2, sharers=HALVES)
     return PrefillLoop(step(does.softmax), step(does.masked_softmax), first, score, value, q_bytes, store, bits)
 
 
@@ -268,9 +279,11 @@ def config_of(case: Prefill, arch: str) -> Sm100PrefillConfig | None:
         raise ValueError(f"{arch} has no tensor memory; modelled are {', '.join(BLACKWELL)}")
     dtype, mask = "e4m3" if case.q_dtype is E4M3 else "bf16", MaskKind.CAUSAL if case.causal else MaskKind.FULL
     wanted = (dtype, "bf16", case.head_dim, case.v_head_dim, mask, KvFetch.CONTIGUOUS)
-    for config in shipped_configs(arch, Family.PREFILL):
+    for config in kernels_to_ship(arch, (TYPES_16BIT, TYPES_FP8)):
+        if not isinstance(config, Sm100PrefillConfig):
+            continue
         has = (config.dtype, config.out_dtype, config.head_dim_qk, config.head_dim_v, config.mask, config.kv_fetch)
-        if isinstance(config, Sm100PrefillConfig) and has == wanted:
+        if has == wanted:
             return config
     return None
 

@@ -54,7 +54,7 @@ the range of a prediction below is its value divided by the largest and by the l
 """
 
 _PLANS = """Steps of kernels that are not written. Softmax latencies are estimates, checked against the compiled 16-bit
-kernel. "Half rows" has four softmax warpgroups, and a thread has half of a row.
+kernel.
 """
 
 _ASSUMPTIONS = """## Assumptions

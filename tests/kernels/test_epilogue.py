@@ -282,6 +282,11 @@ def test_rows_staged_as_floats_are_written_once(
 
 
 class TestLaneRow:
+    def test_a_part_is_the_row_itself(self) -> None:
+        row = LaneRow([float(c) for c in range(64)], 64)
+        part = row.part(8, 32).part(4, 16)
+        assert [part.get(0, c) for c in range(part.columns)] == [12.0 + c for c in range(16)]
+
     def test_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A word has two columns of 16 bits, the left one in the lower half, or four of 8 bits."""
         monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (dtype, low, high))

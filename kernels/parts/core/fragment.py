@@ -183,11 +183,13 @@ class ColumnFragment(Fragment):
 
 @dataclass
 class LaneRow(Fragment):
+    first: int = 0  # register of column 0
+
     rows = 1
     lanes_per_row = 1
 
     def index(self, r: int, c: int) -> int:
-        return c
+        return self.first + c
 
     @staticmethod
     def column_offset(c: int) -> int:
@@ -205,6 +207,10 @@ class LaneRow(Fragment):
     def first_row():
         """Return the lane's row within the 32 rows of its warp."""
         return cute.arch.lane_idx()
+
+    def part(self, begin: int, columns: int) -> "LaneRow":
+        """Return columns [begin, begin + columns) as a separate fragment."""
+        return LaneRow(self.registers, columns, self.first + begin)
 
     def words(self, dtype) -> list:
         """Return the row in ``dtype``, packed into words."""

@@ -3,15 +3,19 @@
 An address has the lane in its upper and the column in its lower 16 bits.
 """
 
+from collections.abc import Iterator
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16
 from cutlass.cutlass_dsl import dsl_user_op
 
+from hopwell.kernels.config.base import power_of_two_in
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 
-COLUMNS_AT_ONCE = 16  # of one instruction: with 32, roles of 56 and 96 registers spill
+COLUMNS_AT_ONCE = 16  # processed by a thread: with 32, roles of 56 and 96 registers spill more
+MOST_COLUMNS = 32  # of a load: kernels with 768 threads have no registers for 64
 
 
 @dsl_user_op
@@ -44,9 +48,9 @@ def row_address(tensor_memory, column) -> Int32:
     return tensor_memory + (warp * LANES << 16) + column
 
 
-def load_row(address) -> LaneRow:
-    """Load COLUMNS_AT_ONCE columns of a lane's row, starting at ``address``."""
-    row = LaneRow(cute.make_rmem_tensor(COLUMNS_AT_ONCE, Float32), COLUMNS_AT_ONCE)
+def load_row(address, columns: int = COLUMNS_AT_ONCE) -> LaneRow:
+    """Load ``columns`` columns of a lane's row, starting at ``address``."""
+    row = LaneRow(cute.make_rmem_tensor(columns, Float32), columns)
     load(address, row)
     return row
 
@@ -57,12 +61,25 @@ def load(address, row: LaneRow) -> None:
         row.set(0, c, value)
 
 
+def _loads(columns: int) -> Iterator[tuple[int, int]]:
+    """Yield the first column and the number of columns of each load: powers of two."""
+    first = 0
+    while first < columns:
+        count = power_of_two_in(min(columns - first, MOST_COLUMNS))
+        yield first, count
+        first += count
+
+
 @dsl_user_op
 def _load(address, columns: int, *, loc=None, ip=None):
-    # One asm block holds the load and the wait for it. Otherwise the compiler could use the values before they arrive.
-    outputs = ", ".join(f"{{$w{c}}}" for c in range(columns))
+    # One asm block holds the loads and the wait for them. Otherwise the compiler could use the values before they
+    # arrive.
+    text = ""
+    for first, count in _loads(columns):
+        outputs = ", ".join(f"{{$w{first + c}}}" for c in range(count))
+        text += f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
     return cute.arch.inline_ptx(
-        f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{outputs}}}, [{{$r0}}]; tcgen05.wait::ld.sync.aligned;",
+        text + "tcgen05.wait::ld.sync.aligned;",
         write_only_types=[Float32] * columns,
         read_only_args=[address],
         loc=loc,

@@ -19,7 +19,8 @@ HALVES = 2  # of a step's keys: two softmax threads share a row
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 96, 56, 40
 # Four warpgroups compute softmax: each thread has half of a row of scores. One warpgroup corrects and stores O, 16
 # columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of 768
-# threads at launch.
+# threads at launch. Kernels spill 6 to 16 registers in a step. It pays: with one thread for each row, which has 200
+# registers, a step's softmax takes 1900 instead of 1070 cycles (``python -m hopwell.perf model``, 2026-11-26).
 ROLES = RoleTable(
     dict(
         softmax=Role(4 * Q_TILES * HALVES, SOFTMAX_REGISTERS),
@@ -90,9 +91,10 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def polynomial_eighths(self) -> int:
-        """Eighths of the exponentials evaluated as polynomials; the MUFU evaluates the rest (16 a cycle for 128 lanes).
-        With more, polynomials take longer than they save (``python -m hopwell.perf model``)."""
-        return 2
+        """Eighths of the exponentials evaluated as polynomials; the MUFU evaluates the rest. On sm_100a it evaluates 16
+        a cycle, and with more, polynomials take longer than they save (``python -m hopwell.perf model``). On sm_103a it
+        evaluates 32."""
+        return 0 if self.target == "sm_103a" else 2
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
         yield from super().constraints()

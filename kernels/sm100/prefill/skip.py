@@ -9,9 +9,10 @@ from cutlass import Int32
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
 from hopwell.kernels.parts.core.device import barrier_all, shared_array
+from hopwell.kernels.parts.rows.mask import LogitRow
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS
-from hopwell.kernels.sm100.prefill.softmax import Logits, Softmax, Steps
+from hopwell.kernels.sm100.prefill.softmax import Softmax, Steps
 
 SKIP_ROWS = 64  # rows in which skipped tiles are counted
 
@@ -22,15 +23,15 @@ class SkippingSoftmax(Softmax):
     pending: Int32  # shared memory: for each query tile whether its P is ready to be multiplied
 
     @cute.jit
-    def weigh(self, steps: Steps, logits: Logits, maximum, done):
-        unneeded = self.skip.unneeded(self.state.largest, [maximum], logits.row)
+    def weigh(self, steps: Steps, scores, row: LogitRow, maximum, done):
+        unneeded = self.skip.unneeded(self.state.largest, [maximum], row)
         if done == 0:
             unneeded = Int32(0)
         left_out = barrier_all(unneeded, SoftmaxBarrier.TILE + steps.index, HALVES * WARPGROUP)
         if left_out:
             # The thread of the query tile's first row reports, so rows count from there. There are none if the request
             # ends before that row.
-            rows = cutlass.max(cutlass.min(logits.row.kv_len - logits.row.positions[0], Q_TILE_ROWS), 0)
+            rows = cutlass.max(cutlass.min(row.kv_len - row.positions[0], Q_TILE_ROWS), 0)
             self.skip.note(False, (rows + (SKIP_ROWS - 1)) // SKIP_ROWS)
             self.state.rescale[0] = 1.0
         else:
@@ -43,4 +44,4 @@ class SkippingSoftmax(Softmax):
             self.give_early_p(steps, done)
             self.give_late_p(steps, done)
         else:
-            self.write_p(steps, logits, done)
+            self.write_p(steps, scores, done)

@@ -192,13 +192,13 @@ class Softmax:
         done, keys = steps.last - n, self.kernel.config.half_keys
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
-        logits = Logits(self, steps.scores, row, n * self.kernel.tile.n + steps.half * keys, masked)
-        # Columns are read again when they are processed, because holding half of them spills 17 registers.
-        maximum = -Float32.inf
-        for column in cutlass.range_constexpr(0, keys, tmem.COLUMNS_AT_ONCE):
-            maximum = cute.arch.fmax(maximum, self.state.maximum(logits.load(column), 0))
+        scores, first_key = tmem.load_row(steps.scores, keys), n * self.kernel.tile.n + steps.half * keys
+        self.score.apply(scores, row.slope, first_key, row.positions)
+        if const_expr(masked):
+            self.mask.apply(scores, first_key, row)
+        maximum = self.state.maximum(scores, 0)
         other_maximum = self.exchange(steps.kv_step + steps.work + done, steps.half, maximum)
-        self.weigh(steps, logits, cute.arch.fmax(maximum, other_maximum), done)
+        self.weigh(steps, scores, row, cute.arch.fmax(maximum, other_maximum), done)
 
     @cute.jit
     def exchange(self, turn, half, value):
@@ -215,11 +215,11 @@ class Softmax:
         return values[thread + WARPGROUP * (1 - 2 * half)]
 
     @cute.jit
-    def weigh(self, steps: "Steps", logits: "Logits", maximum, done):
+    def weigh(self, steps: "Steps", scores, row: LogitRow, maximum, done):
         """Turn logits into P, after ``done`` steps of the work tile."""
         self.state.choose_reference(0, maximum)
         self.post_rescale(steps, done)
-        self.write_p(steps, logits, done)
+        self.write_p(steps, scores, done)
 
     @cute.jit
     def post_rescale(self, steps: "Steps", done):
@@ -227,14 +227,13 @@ class Softmax:
             self.post(steps.of_tile(steps.posted + done - 1), steps.row, self.state.rescale[0])
 
     @cute.jit
-    def write_p(self, steps: "Steps", logits: "Logits", done):
+    def write_p(self, steps: "Steps", scores, done):
         config, dtype = self.kernel.config, self.kernel.dtype
         for column in cutlass.range_constexpr(0, config.half_keys, tmem.COLUMNS_AT_ONCE):
             if const_expr(column == config.early_keys):
                 self.give_early_p(steps, done)
-            part = logits.load(column)
+            part = scores.part(column, min(tmem.COLUMNS_AT_ONCE, config.half_keys - column))
             self.state.exponentials(part, 0)
-            # P has two or four keys in a column, so it overwrites no column of S that is still to be read.
             tmem.store_words(steps.scores + column * dtype.width // 32, part.words(dtype))
         self.give_late_p(steps, done)
 
@@ -260,26 +259,6 @@ class Softmax:
         ring.wait_empty(step)
         shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row] = factor
         cute.arch.mbarrier_arrive(ring.full_barrier(step))
-
-
-@device_struct(frozen=True)
-class Logits:
-    """A thread's half of a row of S, as logits."""
-
-    softmax: Softmax
-    scores: Int32  # in tensor memory
-    row: LogitRow
-    first_key: Int32  # key of column 0
-    masked: bool
-
-    @cute.jit
-    def load(self, column: cutlass.Constexpr[int]):
-        """Return the logits of COLUMNS_AT_ONCE columns."""
-        part, start = tmem.load_row(self.scores + column), self.first_key + column
-        self.softmax.score.apply(part, self.row.slope, start, self.row.positions)
-        if const_expr(self.masked):
-            self.softmax.mask.apply(part, start, self.row)
-        return part
 
 
 @device_struct(frozen=True)
