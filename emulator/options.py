@@ -54,8 +54,8 @@ class Options:
     seed: of ``random`` and ``priority``; a failure prints it.
     race, proxy: detect accesses that nothing orders, and asynchronous reads of generic writes without
     fence.proxy.async.
-    sync: detect warps that wait for each other at different instructions of an aligned barrier. Hardware permits it,
-    and compute-sanitizer's synccheck reports it.
+    sync: detect warps that wait for each other at different instructions of an aligned barrier, as compute-sanitizer's
+    synccheck does, and mbarriers that end with transaction bytes left over. Hardware permits both.
     strict: reads of registers, shared memory and tensor memory that were never written are errors.
     hazards: ``raise`` at the end of the launch that had them, or ``report`` only.
     banks: count shared-memory bank conflicts.

@@ -74,7 +74,7 @@ class Machine:
         self.warnings: dict[str, int] = {}
         self.totals: dict[str, int] = {}  # counted by engines: bytes copied, matrix operations
         self.events_issued = 0
-        self.other_hazards: list[str] = []  # found by other processes
+        self.other_hazards: list[str] = []  # found by engines and other processes
         self.agent_names: dict[tuple[int, int], str] = {}  # (cluster, agent) in a hazard
         gx, gy, gz = launch.grid
         cx, cy, cz = launch.cluster

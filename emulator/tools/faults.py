@@ -75,6 +75,7 @@ REMOVALS = {
     "drop barrier.cluster": "barrier.cluster",
     "drop bar.warp.sync": "bar.warp.sync",
     "drop mbarrier.arrive": "mbarrier.arrive.",
+    "drop remote arrive": "mbarrier.arrive.",
     "drop fence.proxy.async": "fence.proxy.async",
     "drop tensor copy": "cp.async.bulk.tensor",
     "drop bulk copy": "cp.async.bulk.global",
@@ -87,6 +88,7 @@ REMOVALS = {
     "drop wgmma.fence": "wgmma.fence",
     "drop tcgen05.wait": "tcgen05.wait",
     "drop tcgen05.commit": "tcgen05.commit",
+    "drop tcgen05.fence": "tcgen05.fence",
     "drop tcgen05.dealloc": "tcgen05.dealloc",
     "drop global store": "st.global",
 }
@@ -103,12 +105,48 @@ def faults(kernel: Kernel) -> Iterator[Fault]:
         yield Fault("flip wait parity", first.line, first.text, flipped)
     for kind, prefix in REMOVALS.items():
         for i in kernel.instrs:
-            if i.op.startswith(prefix) and not (prefix == "mbarrier.arrive." and "expect_tx" in i.op):
+            if prefix == "mbarrier.arrive." and ("expect_tx" in i.op or is_remote(i) != (kind == "drop remote arrive")):
+                continue
+            if i.op.startswith(prefix):
                 yield Fault(kind, i.line, i.text, ((i.pc, _removed(i)),))
     yield from _alterations(kernel)
 
 
+def is_remote(i: Instr) -> bool:
+    """Whether an arrival is at the mbarrier of any CTA of the cluster."""
+    return "shared::cluster" in i.op
+
+
+def _in_clusters(kernel: Kernel) -> Iterator[Fault]:
+    """Yield faults of arrivals: too early, at the own CTA's mbarrier instead of a peer's, or not at all CTAs'."""
+    product: Instr | None = None
+    for i in kernel.instrs:
+        if i.parts[0] == "mapa":
+            own = Instr(f"mov.{i.parts[-1]}", ["mov", i.parts[-1]], i.args[:2], i.guard, i.guard_not)
+            own.text = f"(own CTA) {i.text}"
+            yield Fault("own CTA for a peer", i.line, i.text, ((i.pc, own),))
+        if i.parts[0] == "bra":
+            product = None
+        elif i.op.startswith("tcgen05.mma"):
+            product = i
+        elif i.op.startswith("tcgen05.commit"):
+            if product is not None and not _defined_between(kernel, product, i):
+                swapped = (product.pc, _changed(i, "too early")), (i.pc, _changed(product, "after its commit"))
+                yield Fault("commit before its last product", i.line, i.text, swapped)
+            if "multicast::cluster" in i.parts:
+                op = i.op.replace(".multicast::cluster", "")
+                alone = _changed(i, "one CTA", op=op, parts=op.split("."), args=i.args[:1])
+                yield Fault("commit to one CTA", i.line, i.text, ((i.pc, alone),))
+
+
+def _defined_between(kernel: Kernel, first: Instr, last: Instr) -> bool:
+    """Whether an instruction between them writes the address that ``last`` uses."""
+    address = last.args[0].base
+    return any(i.args and i.args[0] == address for i in kernel.instrs[first.pc + 1 : last.pc])
+
+
 def _alterations(kernel: Kernel) -> Iterator[Fault]:
+    yield from _in_clusters(kernel)
     for i in kernel.instrs:
         if "expect_tx" in i.op:
             yield Fault("drop expect_tx", i.line, i.text, ((i.pc, _removed(i)),))

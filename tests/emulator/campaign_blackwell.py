@@ -49,7 +49,7 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
         rows = places(kernel, "st.global", ".v4")
         results = [store for store in places(kernel, "st.global") if store < rows[0]]
         if kernel.instrs[pc - 1].op.startswith("tcgen05.fence::before"):
-            return "the warp has met in its last access to tensor memory, or in a vote; fences are not modelled"
+            return "the warp has met in its last access to tensor memory, or in a vote"
         if pc == next_warp_barrier(kernel, results[-1]):
             return "every lane hands on its own factor; the warp meets again when it reads its next tile"
         if pc == next_warp_barrier(kernel, rows[-1]):

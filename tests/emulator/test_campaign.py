@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.device.ptx import empty, run_ptx
+from helpers.device.ptx import empty, module_text, run_ptx
 
 from hopwell import emulator
+from hopwell.emulator.ptx import parse_module
 from hopwell.emulator.tools.campaign import Campaign, run_campaign, summary
+from hopwell.emulator.tools.faults import faults
 from tests.emulator import campaign_blackwell, campaign_prefill, campaign_sm120
 
 # Warp 0 hands 32 numbers to warp 1, which doubles them. The second bar.sync orders nothing.
@@ -54,6 +56,52 @@ def test_faults_of_a_hand_over():
     assert "undetected at PTX lines" in "\n".join(summary(campaign))
 
 
+# CTA 0 commits a product (tcgen05.shift stands for it) to both CTAs; CTA 1 answers at CTA 0's second mbarrier.
+PAIR = """
+    mov.u32 %r1, smem; mov.u32 %r2, %cluster_ctarank; setp.eq.u32 %p1, %tid, 0; mov.u32 %r9, 7; add.u32 %r4, %r1, 16;
+    @%p1 mbarrier.init.shared.b64 [%r1], 1; @%p1 mbarrier.init.shared.b64 [%r1+8], 1;
+    tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r4], 32; ld.shared.b32 %r3, [%r4];
+    fence.mbarrier_init.release.cluster; tcgen05.st.sync.aligned.32x32b.x8.b32 [%r3], {%r9,%r9,%r9,%r9,%r9,%r9,%r9,%r9};
+    tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; tcgen05.fence::after_thread_sync;
+    setp.eq.and.u32 %p3, %r2, 0, %p1; mov.b16 %h1, 3; @%p3 tcgen05.shift.cta_group::2.down [%r3];
+    @%p3 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r1], %h1;
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra WAIT;
+    tcgen05.fence::after_thread_sync; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r5}, [%r3];
+    tcgen05.wait::ld.sync.aligned; mov.u32 %r6, 0; mapa.shared::cluster.u32 %r7, %r1, %r6; add.u32 %r7, %r7, 8;
+    setp.eq.and.u32 %p4, %r2, 1, %p1; bar.warp.sync -1;
+    @%p4 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r7]; setp.eq.u32 %p5, %r2, 1; @%p5 bra FREE;
+    ANSWER: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+8], 0; @!%p2 bra ANSWER;
+    FREE: tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r3, 32;
+"""
+
+
+def test_faults_of_a_pair():
+    with emulator.use("sm_100a"):
+        campaign = run_campaign(
+            lambda: run_ptx(PAIR, grid=2, cluster=2, shared=24, target="sm_100a"), say=lambda _: None
+        )
+    found = outcomes(campaign)
+    assert found["drop tcgen05.fence"] == ["race"] * 3
+    assert found["drop tcgen05.commit"] == found["commit to one CTA"] == found["drop remote arrive"] == ["deadlock"]
+    assert found["own CTA for a peer"] == ["deadlock"]
+    assert "drop mbarrier.arrive" not in found
+
+
+def test_a_commit_before_its_product():
+    text = """
+        mov.u32 %r1, smem; mov.u32 %r3, 0; mov.b64 %d1, 0;
+        tcgen05.mma.cta_group::1.kind::f16 [%r3], %d1, %d1, %r3, 0; add.u32 %r3, %r3, 1;
+        tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];
+        tcgen05.mma.cta_group::1.kind::f16 [%r3], %d1, %d1, %r3, 0; mov.u32 %r1, smem;
+        tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];
+    """
+    kernel = parse_module(module_text(text, [], shared=16, target="sm_100a"))["k"]
+    planted = [f for f in faults(kernel) if f.kind == "commit before its last product"]
+    assert [[kernel.instrs[pc].parts[1] for pc in f.sites] for f in planted] == [["mma", "commit"]]
+    assert [i.parts[1] for _, i in planted[0].edits] == ["commit", "mma"]
+
+
 def test_reasons_and_kinds():
     reasons = run_campaign(
         hand_over, kinds=["drop bar.sync"], say=lambda _: None, equivalent=lambda fault, kernel: "there are two"
@@ -93,7 +141,7 @@ def test_prefill_kernel():
 @pytest.mark.nightly
 def test_blackwell_kernel():
     """Faults specific to Blackwell; all faults would take minutes."""
-    kinds = ["drop tcgen05.wait", "drop tcgen05.commit", "drop tcgen05.dealloc"]
+    kinds = ["drop tcgen05.wait", "drop tcgen05.commit", "drop tcgen05.dealloc", "drop tcgen05.fence"]
     with emulator.use("sm_100a"):
         campaign = run_campaign(
             campaign_blackwell.case, kinds=kinds, say=lambda _: None, equivalent=campaign_blackwell.equivalent
