@@ -64,6 +64,13 @@ def _example(args: argparse.Namespace) -> int:
     return 0
 
 
+def _examples(args: argparse.Namespace) -> int:
+    from .tools.examples import run_examples
+
+    results = run_examples(Path(args.folder), Path(args.logs), args.only)
+    return any(result.failure for result in results.values())
+
+
 def _compare(args: argparse.Namespace) -> int:
     from .tools.hardware import run_comparison
 
@@ -131,6 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--check", action="append", default=[], choices=CHECKS)
     p.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, after --")
     p.set_defaults(run=_example)
+
+    p = commands.add_parser("examples", help="run NVIDIA's CuTe DSL examples from a checkout of CUTLASS")
+    p.add_argument("folder", type=_existing, help="the checkout")
+    p.add_argument("--only", default="", help="examples whose names contain this")
+    p.add_argument("--logs", default="logs", metavar="FOLDER", help="folder for the output of each example")
+    p.set_defaults(run=_examples)
 
     p = commands.add_parser("compare-hardware", help="compare a Hopper GPU with the emulator (needs the GPU)")
     p.add_argument("--out", default=".", help="folder for hardware.md and hardware.json")

@@ -121,6 +121,9 @@ def _redirect_torch(sms: int, capability: tuple[int, int]) -> None:
     _report_comparisons(torch)
 
 
+comparisons: list[tuple[float, float]] = []  # largest error and largest value of each
+
+
 def _report_comparisons(torch: Any) -> None:
     """Print the distances that a script's own check computes."""
     original = torch.testing.assert_close
@@ -128,11 +131,9 @@ def _report_comparisons(torch: Any) -> None:
     @functools.wraps(original)
     def assert_close(actual: Any, expected: Any, *args: Any, **kwargs: Any) -> None:
         a, b = actual.detach().double(), expected.detach().double()
-        print(
-            f"[check] shape {tuple(a.shape)}: largest error {float((a - b).abs().max()):.3e}, "
-            f"largest value {float(b.abs().max()):.3e}",
-            flush=True,
-        )
+        error, largest = float((a - b).abs().max()), float(b.abs().max())
+        comparisons.append((error, largest))
+        print(f"[check] shape {tuple(a.shape)}: largest error {error:.3e}, largest value {largest:.3e}", flush=True)
         original(actual, expected, *args, **kwargs)
 
     torch.testing.assert_close = assert_close
