@@ -6,7 +6,7 @@ import pytest
 from helpers.device.ptx import empty, run_ptx
 
 from hopwell.emulator import BarrierFault, Deadlock, Hazard
-from hopwell.emulator.machine import machine
+from hopwell.emulator.machine import machine, workers
 
 INIT = "mov.u32 %r1, smem; setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [%r1], {count}; bar.sync 0;\n"
 WAIT = "{label}: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], {parity}; @!%p2 bra {label};\n"
@@ -175,6 +175,13 @@ def test_warps_that_meet_at_two_aligned_barriers_are_a_hazard(branch, other):
         meeting_of_two(branch, other)  # conftest.py switches the check on
     assert len(meeting_of_two(branch, other, hazards="report").hazards) == 1
     assert not meeting_of_two(branch, other, sync=False).hazards
+
+
+def test_processes_that_share_a_launch_report_their_hazards(monkeypatch):
+    monkeypatch.setattr(workers, "SERIAL_SECONDS", 0)
+    report = meeting_of_two("bar.sync", "bar.sync", grid=16, workers=2, hazards="report")
+    assert report.workers == 2
+    assert len(report.hazards) == 2
 
 
 @pytest.mark.parametrize(("branch", "other"), [(SYNC, SYNC), ("bar.sync", "bar.arrive")])
