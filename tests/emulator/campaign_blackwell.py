@@ -54,6 +54,12 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
             return "every lane hands on its own factor; the warp meets again when it reads its next tile"
         if pc == next_warp_barrier(kernel, rows[-1]):
             return "the same again follows before O is given back"
+    if fault.kind == "drop tcgen05.fence":
+        accesses = [at for op in ("tcgen05.ld", "tcgen05.st", "tcgen05.mma") for at in places(kernel, op)]
+        if pc < min(accesses):
+            return "nobody has accessed tensor memory yet"
+        if pc > max(accesses):
+            return "only tcgen05.dealloc follows, which needs the order and no fence"
     if fault.kind == "drop tcgen05.wait" and "wait::ld" in fault.text:
         return "ptxas itself waits for registers of a load; that they are only moved is no fault in strict mode"
     if fault.kind == "drop mbarrier wait":

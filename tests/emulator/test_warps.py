@@ -139,3 +139,7 @@ def test_register_budgets_change_in_their_direction_only(change, fits):
         run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {fits};", block=block, directives=directives)
         with pytest.raises(EmulatorError, match="start with 128 registers"):
             run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {wrong};", block=block, directives=directives)
+
+
+def test_ptxas_decides_where_all_registers_of_an_sm_are_more_than_threads_can_have():
+    run_ptx("setmaxnreg.inc.sync.aligned.u32 232;", block=160, directives=".reqntid 160, 1, 1")
