@@ -22,6 +22,11 @@ EXCHANGE = (
     "Nothing orders the reads of the row-max exchange buffer before the writes for the next tile. In the eager "
     "schedule a warp that runs ahead overwrites it."
 )
+ZEROS = (
+    "No tcgen05.wait::st precedes the barrier between the zeros of the accumulators and the products. Late and random "
+    "schedules give NaN."
+)
+FREED = "The compute warps free tensor memory that the warps of dQ may still read."
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,7 @@ EXAMPLES = (
         "--q_shape 1,256,2,128 --k_shape 1,384,1,128",
     ),
     Example(
-        "FMHA backward", f"{ATTENTION}/fmha/fmha_bwd.py", "--s_q 128 --s_k 128 --h_q 1 --h_k 1"
-    ),
+        "FMHA backward", f"{ATTENTION}/fmha/fmha_bwd.py", "--s_q 128 --s_k 128 --h_q 1 --h_k 1", hazards=FREED),
     Example(
         "MLA decode, fp16, pair",
         f"{ATTENTION}/mla/mla_decode_fp16.py",
@@ -66,12 +70,14 @@ EXAMPLES = (
     Example(
         "mixed-input decode, int8 K and V",
         f"{ATTENTION}/mixed_input_fmha/mixed_input_fmha_decode.py",
-        "--seqlen 256 --heads_q 16 --headdim 128 --block_scaledim 128 --kv_splits 1 --kv_dtype Int8",
+        "--seqlen 512 --heads_q 16 --kv_splits 1 --kv_dtype Int8",
+        hazards=ZEROS,
     ),
     Example(
         "mixed-input decode, int4 K and V",
         f"{ATTENTION}/mixed_input_fmha/mixed_input_fmha_decode.py",
-        "--seqlen 256 --heads_q 16 --headdim 128 --block_scaledim 128 --kv_splits 1 --kv_dtype Int4",
+        "--seqlen 512 --heads_q 16 --kv_splits 1 --kv_dtype Int4",
+        hazards=ZEROS,
     ),
     Example("tutorial fp16_gemm_0", "blackwell/tutorial/tutorial_gemm/fp16_gemm_0.py", "--mnk 256,256,128"),
     Example(

@@ -58,6 +58,8 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
         accesses = [at for op in ("tcgen05.ld", "tcgen05.st", "tcgen05.mma") for at in places(kernel, op)]
         if pc < min(accesses):
             return "nobody has accessed tensor memory yet"
+        if pc == min(at for at in places(kernel, "tcgen05.fence::after") if at > max(places(kernel, "tcgen05.st"))):
+            return "the fences before O have ordered the first S of a tile behind the reads of the tile before"
         if pc > max(accesses):
             return "only tcgen05.dealloc follows, which needs the order and no fence"
     if fault.kind == "drop tcgen05.wait" and "wait::ld" in fault.text:
