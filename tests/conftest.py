@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.device import schedules
 from hypothesis import settings
-from selection import SETS, members, shard
+from selection import SETS, asks_for_gpu, members, shard
 
 # A busy machine takes longer than Hypothesis's 200 ms for some examples.
 settings.register_profile("no_deadline", deadline=None)
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marker not in config.option.markexpr:
             keep(config, items, [item for item in items if not item.get_closest_marker(marker)])
     for name in set(config.getoption("set") or ()):
-        keep(config, items, members(name, items))
+        keep(config, items, members(name, items, on_gpu=asks_for_gpu(config.option.markexpr)))
     if config.getoption("--shard"):
         index, number = config.getoption("--shard")
         keep(config, items, items[index - 1 :: number])

@@ -1,4 +1,4 @@
-"""Selects sets of tests, because all tests that compile kernels take hours. No set has tests that need a GPU.
+"""Selects sets of tests, because all tests that compile kernels take hours.
 
 The core set, ``pytest --core``, is the first test of a change. It has all host tests, including tests of traced parts.
 Tests that compile and name a kernel belong to it with the kernels of ``core_kernels.py``: the first test that only
@@ -12,6 +12,8 @@ excludes the core set.
 
 Both sets exclude tests with the marker ``nightly``. Their cases run in one adverse schedule, see
 ``helpers/device/schedules.py``. The nightly set, ``pytest --nightly``, has all tests, each case in all its schedules.
+
+Sets have no GPU tests. With ``-m gpu`` they have only GPU tests, and the same rules choose these.
 
 ``--shard 3/12`` runs the third of twelve parts of any set.
 """
@@ -28,13 +30,13 @@ from typing import Any
 import pytest
 from core_kernels import KERNELS
 
-COMPILING = ("compile", "emulator", "slow_emulator")
+COMPILING = ("compile", "emulator", "slow_emulator", "gpu")
 COST_OF_A_KERNEL = 3  # compiling a kernel takes about as long as this number of emulator runs
 
 SETS = {
     "--core": "run the core set of tests, see selection.py",
     "--functions": "run the rest of the set of functions, without the core set",
-    "--nightly": "run all tests that need no GPU, in all schedules",
+    "--nightly": "run all tests, in all schedules",
 }
 
 
@@ -46,12 +48,17 @@ def shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def members(name: str, items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests of the set ``name``, a key of ``SETS``, in their order."""
-    without_gpu = [item for item in items if not item.get_closest_marker("gpu")]
+def asks_for_gpu(expression: str) -> bool:
+    """Return whether the expression of ``-m`` selects GPU tests by name."""
+    return "gpu" in expression.replace("not gpu", "")
+
+
+def members(name: str, items: Sequence[pytest.Item], on_gpu: bool = False) -> list[pytest.Item]:
+    """Return the tests of the set ``name``, a key of ``SETS``, in their order; ``on_gpu``: of the GPU tests."""
+    here = [item for item in items if bool(item.get_closest_marker("gpu")) == on_gpu]
     if name == "--nightly":
-        return without_gpu
-    of_a_change = [item for item in without_gpu if not item.get_closest_marker("nightly")]
+        return here
+    of_a_change = [item for item in here if not item.get_closest_marker("nightly")]
     core_set = core(of_a_change)
     if name == "--core":
         return core_set

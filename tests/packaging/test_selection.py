@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from core_kernels import KERNELS
 from helpers.device import schedules
-from selection import COMPILING, SETS, cell, core, functions, members, shard
+from selection import COMPILING, SETS, asks_for_gpu, cell, core, functions, members, shard
 
 from hopwell.kernels.problem import Family
 from hopwell.kernels.registry import shipped_configs
@@ -106,6 +106,30 @@ def test_one_case_of_a_file_where_no_kernel_is_named() -> None:
 def test_a_case_of_each_function() -> None:
     items = [item("emulator", function=name, seed=seed) for name in ("test_one", "test_other") for seed in range(5)]
     assert functions(items) == [items[0], items[5]]
+
+
+def test_sets_have_gpu_tests_only_on_request() -> None:
+    items = [
+        item(),
+        *(item("gpu", function=name, seed=seed) for name in ("test_one", "test_other") for seed in range(2)),
+    ]
+    gpu = items[1:]
+    for name in SETS:
+        assert members(name, items) == ([] if name == "--functions" else items[:1])
+    assert members("--core", items, on_gpu=True) == gpu[:1], "one case of the file"
+    assert members("--functions", items, on_gpu=True) == gpu[2:3], "a case of the other function"
+    assert members("--nightly", items, on_gpu=True) == gpu
+    configs = list(shipped_configs("sm_90a", Family.DECODE))
+    named = [item("gpu", config=config) for config in configs]
+    listed = [one for one in named if one.callspec.params["config"].name in KERNELS]
+    assert members("--core", named, on_gpu=True) == listed
+
+
+@pytest.mark.parametrize(
+    ("expression", "on_gpu"), [("gpu", True), ("not gpu", False), ("", False), ("not gpu and emulator", False)]
+)
+def test_the_marker_expression_asks_for_gpu_tests(expression: str, on_gpu: bool) -> None:
+    assert asks_for_gpu(expression) == on_gpu
 
 
 def test_each_choice_of_kernels_is_in_one_case() -> None:
