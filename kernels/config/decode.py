@@ -229,11 +229,6 @@ class DecodeConfig(SplitKeys, KernelConfig):
         """Keys of a chunk, unless requests are very long, in kernels without a tree."""
         return chunk_tokens(self.head_dim_v, element_bytes=self.splitting_bytes)
 
-    @property
-    def halves_chunks(self) -> bool:
-        """Whether requests of medium length have chunks of half of :attr:`chunk_tokens`."""
-        return True
-
     @classmethod
     def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
         """Return the bytes of scratch for any kernel of this class, see :func:`splitting.scratch_bytes`."""

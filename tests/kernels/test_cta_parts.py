@@ -74,7 +74,7 @@ class Batch:
         sizes |= dict(cta_parts=count_portions(self.row_tiles, self.ctas))
         g = device_tuple(DecodeGeometry, **sizes)
         kind = TopkCtaPartSchedule if self.topk else CtaPartSchedule
-        return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, 0, False, ScheduleHooks())
+        return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, ScheduleHooks())
 
     def tiles(self, index: int) -> int:
         """Return the row tiles of a request, or of a token with top-k indices."""

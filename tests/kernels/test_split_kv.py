@@ -33,7 +33,6 @@ from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.partition import split_kv as split
 from hopwell.kernels.parts.partition.split_kv import (
     KeySchedule,
-    LatentSchedule,
     RequestSpan,
     ScheduleHooks,
     SplitSchedule,
@@ -91,7 +90,10 @@ class Requests:
         return -(-self.group * q_len // ROWS)
 
     def schedule(
-        self, memory: Memory, halves: bool = False, kind: type[SplitSchedule] = SplitSchedule
+        self,
+        memory: Memory,
+        halves: bool = False,
+        latent: bool = False,
     ) -> SplitSchedule:
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         a = device_tuple(
@@ -101,7 +103,7 @@ class Requests:
         sizes |= dict(q_len=max(self.q_lens), tokens=MAX_KEYS)
         g = device_tuple(DecodeGeometry, **sizes, row_tiles=self.row_tiles)
         mask = mask_type(self.kind)(self.kind, Int32(self.window))
-        return kind(g, a, mask, ROWS, self.tile_n, CHUNK, halves, ScheduleHooks())
+        return SplitSchedule(g, a, mask, ROWS, self.tile_n, CHUNK, halves, latent, ScheduleHooks())
 
     def visible(self, request: int, row: int) -> range:
         """Return the keys that a packed row may see: all new tokens for drafts, regardless of their bits."""
@@ -164,7 +166,7 @@ class TestSpan:
         q_lens = [1, 1, 1, 2, 0, 7, 33, 300, 1]
         kv_lens = [0, CHUNK + 1, 64 * CHUNK, 64 * CHUNK, 5, 64 * CHUNK + 1, 10**6, 2**30, 2**31 - 1]
         requests = Requests(q_lens, kv_lens, group=group, ragged=True)
-        schedule = requests.schedule(memory, kind=LatentSchedule)
+        schedule = requests.schedule(memory, latent=True)
         for index, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
             most = max(LATENT_WORK_TILES // max(-(-q_len * group // ROWS), 1), 2)
             tokens = next(CHUNK << i for i in range(30) if -(-kv_len // (CHUNK << i)) <= most)

@@ -29,7 +29,15 @@ from hopwell.kernels.config.splitting import (
 )
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.device import Divisor, device_struct, from_lane, quotient, running_sum, trailing_zeros
-from hopwell.kernels.parts.partition.split_kv import ATTEND, COMBINE, Span, SplitSchedule, SplitTile, TopkTokens
+from hopwell.kernels.parts.partition.split_kv import (
+    ATTEND,
+    COMBINE,
+    KeySchedule,
+    ScheduleHooks,
+    Span,
+    SplitTile,
+    TopkTokens,
+)
 
 
 @device_struct
@@ -89,8 +97,10 @@ def cta_part_size(total, longest, cta_parts: Divisor):
 
 
 @dataclass
-class CtaPartSchedule(SplitSchedule):
+class CtaPartSchedule(KeySchedule):
     """The schedule of a CTA with one CTA part. If CTAs are few, it has one CTA part for each of several row tiles."""
+
+    hooks: ScheduleHooks
 
     def _sequence(self, index) -> KeySteps:
         q_start, q_len, kv_len = self._lengths(index)

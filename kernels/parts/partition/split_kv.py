@@ -208,6 +208,7 @@ class SplitSchedule(KeySchedule):
 
     chunk_tokens: int  # chunk length of short requests
     halves: bool  # whether requests of middle length have chunks of half that length
+    latent: bool  # whether partials are large (MLA): a long request then has only enough to keep all CTAs busy
     hooks: ScheduleHooks
 
     def _of_chunk(self, q_len):
@@ -219,7 +220,9 @@ class SplitSchedule(KeySchedule):
 
     def _most_chunks(self, q_len):
         """Return the maximum number of chunks of a request with ``q_len`` new tokens."""
-        return Int32(MAX_CHUNKS)
+        if not self.latent:
+            return Int32(MAX_CHUNKS)
+        return cutlass.max(Int32(LATENT_WORK_TILES) // cutlass.max(self._row_tiles(q_len), 1), 2)
 
     def _span(self, index):
         q_start, q_len, kv_len, begin = self._visible(index)
@@ -311,14 +314,6 @@ class SplitSchedule(KeySchedule):
         work_queue.post_end(step, partials)
 
 
-@dataclass
-class LatentSchedule(SplitSchedule):
-    """Split-KV schedule of MLA. Its partials are large, so a long request has only enough to keep all CTAs busy."""
-
-    def _most_chunks(self, q_len):
-        return cutlass.max(Int32(LATENT_WORK_TILES) // cutlass.max(self._row_tiles(q_len), 1), 2)
-
-
 class TopkTokens:
     """Schedule mixin for top-k indices: each query token has its own list and is a request to the other parts.
 
@@ -369,7 +364,7 @@ class TopkTokens:
 
 
 @dataclass
-class TopkSchedule(TopkTokens, LatentSchedule):
+class TopkSchedule(TopkTokens, SplitSchedule):
     """Split-KV schedule over top-k lists. Each token's work tiles follow the tiles of the token before.
 
     Slots are therefore needed for the partials of one token at a time. The chunk length is computed as if the token saw

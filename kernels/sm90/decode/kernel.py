@@ -87,9 +87,8 @@ class DecodeSm90(DecodeKernel):
         return Exchange.warp_bytes(self.config.head_dim_v) if self.config.dequantizes_in_registers else 0
 
     def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
-        c = self.config
-        sizes = (self.tile.m, self.tile.n, c.chunk_tokens, c.halves_chunks)
-        return SplitSchedule(geometry, addresses, mask, *sizes, ScheduleHooks())
+        sizes = (self.tile.m, self.tile.n, self.config.chunk_tokens)
+        return SplitSchedule(geometry, addresses, mask, *sizes, True, False, ScheduleHooks())
 
     def load(
         self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale

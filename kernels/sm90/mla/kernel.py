@@ -19,7 +19,7 @@ from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvSource
-from hopwell.kernels.parts.partition.split_kv import SplitSchedule, SplitTile
+from hopwell.kernels.parts.partition.split_kv import KeySchedule, SplitTile
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.parts.rows.softmax import SLACK, OnlineSoftmax
@@ -148,11 +148,10 @@ class MlaSm90(DecodeKernel):
         rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.VECTOR_BYTES // HALFWORD_BYTES)
         return self._row_boxes(a.query, (rows, self.layout.q_dim, 1), (distance, distance), self.q_rows)
 
-    def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
-        c = self.config
-        sizes = (self.tile.m, self.tile.n * self.step_tiles, c.chunk_tokens, False)
+    def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> KeySchedule:
+        sizes = (self.tile.m, self.tile.n * self.step_tiles)
         hooks = self.partition.hooks(self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry)
-        return self.partition.schedule_type(geometry, addresses, mask, *sizes, hooks)
+        return self.partition.schedule(geometry, addresses, mask, *sizes, hooks=hooks)
 
     @cute.jit
     def load(

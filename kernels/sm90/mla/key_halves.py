@@ -127,10 +127,6 @@ class LatentLoads:
         else:
             self._copy_both(warp, shared, kv_halves, kv_halves, work_queue, operands)
 
-    def _source(self, operand: KvOperand, tile, shared):
-        """Return the KV source of one half of a work tile, if no TMA loads it."""
-        return self.kernel.source.create(operand, tile, None, shared, self.kernel.tile.n, 0)
-
     @cute.jit
     def _dequantize_both(self, warp, shared, rings, loaded, work_queue, operands):
         """Dequantize an equal share of the rows of both halves of every tile."""

@@ -18,7 +18,7 @@ from hopwell.kernels.parts.combine.partials import Slots
 from hopwell.kernels.parts.combine.row_shares import Partials, RowShares
 from hopwell.kernels.parts.core.pipeline import Edge, Roles
 from hopwell.kernels.parts.partition.cta_parts import CtaPartSchedule, TopkCtaPartSchedule
-from hopwell.kernels.parts.partition.split_kv import LatentSchedule, ScheduleHooks, SplitSchedule, TopkSchedule
+from hopwell.kernels.parts.partition.split_kv import KeySchedule, ScheduleHooks, SplitSchedule, TopkSchedule
 
 # Pairs (partials, subtiles of each) that an attend warp keeps in flight when it combines. With many partials a row
 # share is one subtile: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
@@ -85,9 +85,9 @@ class CtaParts(KeyPartition):
 
     dequant_warps = 2  # of 8-bit keys
 
-    @property
-    def schedule_type(self) -> type[SplitSchedule]:
-        return TopkCtaPartSchedule if self.kernel.config.sparse else CtaPartSchedule
+    def schedule(self, *parts: Any, hooks: QueryHooks) -> KeySchedule:
+        """Return the schedule; ``parts`` are the fields of :class:`KeySchedule`."""
+        return (TopkCtaPartSchedule if self.kernel.config.sparse else CtaPartSchedule)(*parts, hooks)
 
     def edges(self, roles: Roles) -> list[Edge]:
         return []
@@ -127,9 +127,9 @@ class RequestSplits(KeyPartition):
     # One warp stays free to combine beside work tiles, because work tiles wait for the slots that it frees.
     dequant_warps = 1
 
-    @property
-    def schedule_type(self) -> type[SplitSchedule]:
-        return TopkSchedule if self.kernel.config.sparse else LatentSchedule
+    def schedule(self, *parts: Any, hooks: QueryHooks) -> KeySchedule:
+        config = self.kernel.config
+        return (TopkSchedule if config.sparse else SplitSchedule)(*parts, config.chunk_tokens, False, True, hooks)
 
     def edges(self, roles: Roles) -> list[Edge]:
         return [roles.edge("partial", "attend", "schedule", 1)]

@@ -248,15 +248,6 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
             ],
         )
 
-    def _converted_edges(self, roles: Roles, **arrivals: int) -> list[Edge]:
-        """Return the edges of converted tiles in memory of their own."""
-        sizes = self.layout.converted_bytes if self.config.converts else {}
-        common = dict(producer_lanes=LANES, **arrivals)
-        return [
-            roles.edge(f"converted_{name}", "convert", "attend", self.tile.kv_stages, size, **common)
-            for name, size in sizes.items()
-        ]
-
     @property
     def q_box_rows(self) -> int:
         return ATOM_ROWS if self.config.packs_heads else self.q_rows
