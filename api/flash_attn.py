@@ -58,8 +58,7 @@ def flash_attn_func(
         softmax_scale: positive factor on q k^T; None means 1 / sqrt(head_dim).
         causal: whether a query sees no key behind its own.
         window_size: (left, right), the keys to the left and to the right of its own key that a query sees; -1 or None
-            means all. ``causal`` sets right to 0. Other values of right are refused for several queries, except if
-            right and left reach every key.
+            means all. ``causal`` sets right to 0.
         softcap: c > 0 turns logits x into c * tanh(x / c); 0 and None mean no cap.
         alibi_slopes: must be None.
         deterministic: any bool. hopwell is always deterministic.

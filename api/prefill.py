@@ -25,6 +25,7 @@ __all__ = [
 _CONTEXT, _CONTEXT_BY_REQUEST = Calls(CONTEXT_OPERANDS), ContextByRequest()
 _FMHA_V2 = Calls(FMHA_V2_OPERANDS)
 LOG2 = "log2"
+ALL_KEYS = -1  # of a side of a window
 
 
 def _checked_context(arguments: Arguments, call: ContextCall) -> Results:
@@ -64,6 +65,7 @@ def trtllm_batch_context_with_kv_cache(
     *,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     causal: bool | torch.Tensor = True,
+    window_right: int = ALL_KEYS,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
     lse_base: str = LOG2,
@@ -144,9 +146,11 @@ def trtllm_batch_context_with_kv_cache(
             0 mean exact attention.
         uses_shared_paged_kv_idx: whether K and V share their page ids.
         kv_cache_sf: another name of ``kv_block_scales``; at most one of the two may be given.
-        causal: False lets every row see all keys of its request; it is refused together with a window. A bool, uint8,
-            int32 or int64 tensor [batch_size] on the device selects for each request: nonzero is True. Such a call has
-            two launches and takes no window.
+        causal: False lets every row see all keys of its request, or the keys p - window_left..p + window_right. A bool,
+            uint8, int32 or int64 tensor [batch_size] on the device selects for each request: nonzero is True. Such a
+            call has two launches and takes no window.
+        window_right: keys to the right of its own key that a row sees without a causal mask, 0 or more; -1 means all of
+            them. FlashInfer does not have it.
         lse: float32 [tokens, num_heads] to write into, contiguous. Written with ``return_lse`` only; None allocates.
         return_lse: also return the log-sum-exp of each row's logits, sinks included; -inf for a row without visible
             keys. Tokens of no request are not written.
@@ -210,6 +214,7 @@ def trtllm_batch_context_with_kv_cache(
         and o_sf_vec_size is None
         and skip_softmax_threshold_scale_factor is None
         and causal is True
+        and window_right is ALL_KEYS
         and lse is None
         and return_lse is False
         and lse_base is LOG2
@@ -225,6 +230,7 @@ def trtllm_batch_context_with_kv_cache(
             o_sf_vec_size,
             skip_softmax_threshold_scale_factor,
             causal,
+            window_right,
             lse,
             return_lse,
             lse_base,
@@ -269,6 +275,8 @@ def trtllm_fmha_v2_prefill(
     chunked_attention_size: int = 0,
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float = 0,
+    *,
+    window_right: int = ALL_KEYS,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute attention over packed, contiguous, separate or paged inputs.
 
@@ -282,7 +290,7 @@ def trtllm_fmha_v2_prefill(
     * Contiguous KV may be longer than the queries.
     * ``window_left=0`` means a window of one key under every mask mode that takes a window.
     * ``chunked_attention_size=1`` means chunks of one key.
-    * "padding" hides no key, under ALiBi either.
+    * "padding" hides no key by itself, under ALiBi either. It takes ``window_left`` and ``window_right``.
     * Contradictory arguments, unknown mask modes and unknown position encodings are refused.
 
     Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
@@ -321,14 +329,16 @@ def trtllm_fmha_v2_prefill(
         logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c), to which ALiBi adds its bias. None and 0 mean
             no cap. c > 2^64 means no cap either: the two are the same in float32.
         mask_mode: "causal" (keys 0..p), "sliding_window", "chunked" or "padding" (every key of the request); case does
-            not matter. A window or a chunk size takes effect under all modes except "padding", which refuses it.
-            "sliding_window" without a window and "chunked" without chunks are causal.
-        window_left: w >= 0 limits a row to keys p - w..p; -1 means no window.
+            not matter. A window takes effect under all modes, a chunk size under all except "padding", which refuses
+            it. "sliding_window" without a window and "chunked" without chunks are causal.
+        window_left: w >= 0 limits a row to keys from p - w on; -1 means no window.
         chunked_attention_size: a power of two C limits a row to keys (p // C) * C..p, so 1 leaves only its own key; 0
             means no chunks.
         save_softmax_stats: also return the softmax statistics.
         skip_softmax_threshold_scale_factor: lets kernels skip keys whose weight is below this factor / kv_len; 0 means
             exact attention.
+        window_right: with "padding", w >= 0 limits a row to keys up to p + w; -1 means no limit. The other modes are
+            causal and take only -1. FlashInfer does not have it.
 
     Returns:
         The output: ``out`` itself if given, else a contiguous tensor. With ``save_softmax_stats`` a pair of the output
@@ -372,6 +382,8 @@ def trtllm_fmha_v2_prefill(
         mask_mode,
         save_softmax_stats,
     )
+    if window_right is not ALL_KEYS:
+        arguments += (window_right,)
     repeated = _FMHA_V2.latest(arguments, out, None) or _FMHA_V2.repeat(arguments, out)
     if repeated is not None:
         return repeated if save_softmax_stats else repeated[0]

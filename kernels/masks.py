@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,24 @@ def _window(position: Any, size: Any) -> Any:
     return at_least(position - size, 0)
 
 
+class Sides(NamedTuple):
+    """Numbers of keys to the left and to the right of a row's own key that the row sees."""
+
+    left: int
+    right: int
+
+
+SIDE_BITS = 32  # a kernel gets both sides in one integer
+
+
+def _left_side(position: Any, sides: Any) -> Any:
+    return _window(position, sides.left)
+
+
+def _right_side(position: Any, sides: Any) -> Any:
+    return position + sides.right + 1
+
+
 def _chunk(position: Any, size: Any) -> Any:
     return at_least(position, 0) & -size
 
@@ -51,6 +69,7 @@ class MaskRule:
         first, end: the bounds; None if the mask has no bound on that side.
         size: the field of :class:`Mask` that the bounds depend on, if any.
         prefill: whether prefill kernels take the mask. Decode and MLA list their masks themselves.
+        ahead: whether prefill kernels with the mask are compiled ahead. The others are compiled on demand.
     """
 
     name: str
@@ -60,6 +79,12 @@ class MaskRule:
     end: Callable[[Any, Any], Any] | None = None
     size: str = ""
     prefill: bool = True
+    ahead: bool = True
+
+    @property
+    def has_sides(self) -> bool:
+        """Whether the size of the mask is a number of keys on each side."""
+        return self.size == "sides"
 
     @property
     def depends_on_position(self) -> bool:
@@ -89,6 +114,8 @@ class MaskKind(MaskEnum):
     CAUSAL = MaskRule("causal", "causal", "causal mask (bottom-right)", end=_to_itself)
     # A row sees keys p - window_left..p.
     SLIDING_WINDOW = MaskRule("sliding_window", "window", "sliding window", _window, _to_itself, "window_left")
+    # A row sees keys p - window_left..p + window_right.
+    LOCAL = MaskRule("local", "local_window", "window on both sides", _left_side, _right_side, "sides", ahead=False)
     # A row sees keys (p // chunk) * chunk..p.
     CHUNKED = MaskRule("chunked", "chunked", "chunked mask", _chunk, _to_itself, "chunk")
     # A row sees keys p - window_left.. before the new tokens, and the new tokens in draft_mask; without one, up to p:
@@ -112,16 +139,34 @@ class MaskKind(MaskEnum):
 class Mask:
     """A mask kind with its parameters.
 
-    ``window_left`` counts keys to the left of the row's own position; a negative number means no window. ``chunk`` is a
-    power of two.
+    ``window_left`` counts keys to the left of the row's own position, ``window_right`` of a local mask keys to its
+    right. A negative number means no bound. ``chunk`` is a power of two.
     """
 
     kind: MaskEnum
     window_left: int = -1
     chunk: int = 0
+    window_right: int = 0
 
     @property
-    def size(self) -> int:
+    def sides(self) -> Sides:
+        """Keys to the left and to the right, within the widest window."""
+        return Sides(_clipped(self.window_left), _clipped(self.window_right))
+
+    @property
+    def size(self) -> int | Sides:
         """Parameter of the kind, from which its bounds are computed; 0 if it has none."""
-        given = getattr(self, self.kind.rule.size) if self.kind.rule.size else 0
-        return WIDEST if given < 0 else min(given, WIDEST)
+        rule = self.kind.rule
+        if rule.has_sides:
+            return self.sides
+        return _clipped(getattr(self, rule.size)) if rule.size else 0
+
+    @property
+    def packed_size(self) -> int:
+        """The size as one integer of 64 bits."""
+        size = self.size
+        return size.left | size.right << SIDE_BITS if isinstance(size, Sides) else size
+
+
+def _clipped(size: int) -> int:
+    return WIDEST if size < 0 else min(size, WIDEST)

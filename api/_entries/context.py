@@ -11,7 +11,7 @@ import torch
 from hopwell._calls.dynamo import is_traced
 from hopwell._calls.repeat import OperandMap
 from hopwell._checks import arguments as checks
-from hopwell._checks import caches
+from hopwell._checks import caches, windows
 from hopwell._checks.features import named, require_problem
 from hopwell.kernels import registry, support
 from hopwell.kernels.capability import features
@@ -52,6 +52,7 @@ class ContextCall(NamedTuple):
     uses_shared_paged_kv_idx: bool
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
     causal: bool | torch.Tensor
+    window_right: int
     lse: torch.Tensor | None
     return_lse: bool
     lse_base: str
@@ -174,12 +175,11 @@ def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:
     return "kv_cache_sf", kv_cache_sf
 
 
-def _mask(causal: Any, window_left: Any) -> Mask:
+def _mask(causal: Any, window_left: Any, window_right: Any, tokens: int) -> Mask:
     window_left = checks.host_int("window_left", window_left, minimum=-1)
     if not checks.flag("causal", causal):
-        if window_left >= 0:
-            raise ValueError(f"window_left must be -1 where causal is False, got {window_left}")
-        return Mask(MaskKind.FULL)
+        return windows.full_or_window(window_left, window_right, tokens)
+    windows.right_of_causal(window_right, "where causal is True")
     return Mask(MaskKind.SLIDING_WINDOW, window_left) if window_left >= 0 else Mask(MaskKind.CAUSAL)
 
 
@@ -236,7 +236,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
 
     softmax_scale = checks.scale("bmm1_scale", call.bmm1_scale, on, minimum=0.0)
     output_scale = checks.scale("bmm2_scale", call.bmm2_scale, on)
-    mask = _mask(call.causal, call.window_left)
+    mask = _mask(call.causal, call.window_left, call.window_right, tokens)
     sinks = checks.sinks(call.sinks, heads, on)
     skip_softmax = checks.optional_float(
         "skip_softmax_threshold_scale_factor", call.skip_softmax_threshold_scale_factor
@@ -286,7 +286,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
         programmatic_launch=True if enable_pdl is None else enable_pdl,
     )
     skip = "skip_softmax_threshold_scale_factor"
-    asked = named(call, skip_softmax=skip, lse="return_lse", window="window_left")
+    asked = named(call, skip_softmax=skip, lse="return_lse", window="window_left", local_window="window_right")
     require_problem(support.CONTEXT, problem, arch, asked, call.query_dtype)
     return problem
 

@@ -13,6 +13,7 @@ import torch
 from hopwell._calls.launch import ANY_BOUND, Calls, halves, single
 from hopwell._calls.repeat import Arguments, OperandMap, Results, output_parts
 from hopwell._checks import arguments as checks
+from hopwell._checks import windows
 from hopwell._entries.context import CONTEXT_OPERANDS, ContextCall, context_problem, results
 from hopwell.kernels.launch.device_data import signed
 
@@ -72,6 +73,7 @@ def _query_lengths(call: ContextCall) -> tuple[torch.Tensor, torch.Tensor]:
     checks.device("causal", causal, on)
     if checks.host_int("window_left", call.window_left, minimum=-1) >= 0:
         raise ValueError(f"window_left must be -1 where causal is a tensor, got {call.window_left}")
+    windows.right_of_causal(call.window_right, "where causal is a tensor")
     lengths = starts.diff().int()
     own = torch.where(causal != 0, lengths, 0)
     return own, lengths - own

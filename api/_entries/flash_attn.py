@@ -31,6 +31,7 @@ class Attention(NamedTuple):
     scale: float
     causal: bool
     window_left: int
+    window_right: int
     softcap: float
     sinks: torch.Tensor | None
     q_descale: torch.Tensor | None
@@ -64,26 +65,22 @@ def attention(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else checks.host_float("softmax_scale", softmax_scale)
     if not scale > 0:
         raise ValueError(f"softmax_scale must be positive, got {scale}")
-    is_causal, window_left = _mask(checks.flag("causal", causal), window_size, max_q)
+    is_causal, left, right = _mask(checks.flag("causal", causal), window_size, max_q)
     for name in ("q_descale", "k_descale", "v_descale"):
         others[name] = _one_scale(name, others[name])
     cap = 0.0 if softcap is None else checks.host_float("softcap", softcap, minimum=0.0)
-    return Attention(scale, is_causal, window_left, cap, **others)
+    return Attention(scale, is_causal, left, right, cap, **others)
 
 
-def _mask(causal: bool, window_size: Any, max_q: int) -> tuple[bool, int]:
-    """Return whether the mask is causal, and the keys to the left of a row's own key that it sees (-1: all)."""
+def _mask(causal: bool, window_size: Any, max_q: int) -> tuple[bool, int, int]:
+    """Return whether the mask is causal, and the keys on both sides of a row's own key that it sees (-1: all)."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {checks.describe(window_size)}")
     left, right = (-1 if side is None else checks.host_int("window_size", side, minimum=-1) for side in window_size)
     # A row has its own key and max_q - 1 or fewer keys behind it.
     if causal or right == 0 or max_q <= 1:
-        return True, left
-    if left < 0 and (right < 0 or right >= max_q - 1):
-        return False, -1
-    raise NotImplementedError(
-        f"window_size must be (-1, -1) or (left, 0) for several queries of a request without causal, got {window_size}"
-    )
+        return True, left, -1
+    return False, left, right if right < max_q - 1 else -1
 
 
 def _one_scale(name: str, value: Any) -> torch.Tensor | None:
@@ -214,7 +211,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: Attention) -> tu
 
 def _is_plain(a: Attention) -> bool:
     """Return whether the cuDNN entry serves the mask and the scores."""
-    return a.window_left < 0 and not a.softcap and a.sinks is None
+    return a.window_left < 0 and a.window_right < 0 and not a.softcap and a.sinks is None
 
 
 def ragged(
@@ -282,6 +279,7 @@ def ragged(
         logits_soft_cap_scale=a.softcap,
         mask_mode="causal" if a.causal else "padding",
         window_left=a.window_left,
+        window_right=a.window_right,
         save_softmax_stats=a.return_lse,
     )
     return (results[0], _lse(results[1], q.shape[2], a)) if a.return_lse else (results, None)
@@ -366,6 +364,7 @@ def paged(
         kv_layout="NHD",
         sinks=a.sinks,
         causal=a.causal,
+        window_right=a.window_right,
         return_lse=a.return_lse,
         lse_base="ln",
     )

@@ -11,6 +11,7 @@ from hopwell._calls.dynamo import has_no_data
 from hopwell._calls.launch import halves
 from hopwell._calls.repeat import OperandMap
 from hopwell._checks import arguments as checks
+from hopwell._checks import windows
 from hopwell._checks.features import named, require_problem
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score
@@ -61,8 +62,8 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
     return inputs
 
 
-def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask:
-    """Return the mask. A window or a chunk takes effect under every ``mask_mode`` except "padding"."""
+def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any, window_right: Any, tokens: int) -> Mask:
+    """Return the mask. All modes take a window, all except "padding" a chunk, and "padding" alone a right bound."""
     mode = checks.choice("mask_mode", mask_mode.lower() if isinstance(mask_mode, str) else mask_mode, MASK_MODES)
     window = checks.host_int("window_left", window_left, minimum=-1)
     chunk = checks.host_int("chunked_attention_size", chunked_attention_size)
@@ -71,10 +72,10 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask
     if window >= 0 and chunk:
         raise ValueError(f"window_left and chunked_attention_size must not both be set, got {window} and {chunk}")
     if mode == "padding":
-        for name, value, off in (("window_left", window, -1), ("chunked_attention_size", chunk, 0)):
-            if value != off:
-                raise ValueError(f"{name} must be {off} for mask_mode 'padding', which masks nothing, got {value}")
-        return Mask(MaskKind.FULL)
+        if chunk:
+            raise ValueError(f"chunked_attention_size must be 0 for mask_mode 'padding', got {chunk}")
+        return windows.full_or_window(window, window_right, tokens)
+    windows.right_of_causal(window_right, f"for mask_mode {mode!r}")
     if window >= 0:
         return Mask(MaskKind.SLIDING_WINDOW, window)
     return Mask(MaskKind.CHUNKED, chunk=chunk) if chunk else Mask(MaskKind.CAUSAL)
@@ -122,6 +123,7 @@ class FmhaV2Call(NamedTuple):
     chunked_attention_size: int
     save_softmax_stats: bool
     skip_softmax_threshold_scale_factor: float
+    window_right: int
 
 
 def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
@@ -143,7 +145,7 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
     softmax_scale = checks.host_float("bmm1_scale", call.bmm1_scale, minimum=0.0) or 1 / math.sqrt(qk_dim)
     output_scale = checks.host_float("bmm2_scale", call.bmm2_scale)
     sink_logits = checks.sinks(call.sinks, heads, on)
-    mask = _mask(call.mask_mode, call.window_left, call.chunked_attention_size)
+    mask = _mask(call.mask_mode, call.window_left, call.chunked_attention_size, call.window_right, tokens)
     alibi = _has_alibi(call.pos_encoding_mode)
     soft_cap = checks.optional_float("logits_soft_cap_scale", call.logits_soft_cap_scale)
     skip_softmax = checks.optional_float(
@@ -191,6 +193,7 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
         call,
         chunked="chunked_attention_size",
         window="window_left",
+        local_window="window_right",
         alibi="pos_encoding_mode",
         soft_cap="logits_soft_cap_scale",
         alibi_soft_cap="logits_soft_cap_scale",

@@ -94,7 +94,7 @@ def prefill(
     return _problem(
         _empty(tokens, HEADS, dims[0], dtype=query),
         q_len,
-        Mask(mask, window_left=64, chunk=64),
+        Mask(mask, window_left=64, chunk=64, window_right=64),
         out=stored,
         out_scales=scales if out is UINT8 else None,
         score=Score.capped(soft_cap, has_slopes=alibi),

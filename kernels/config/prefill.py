@@ -33,7 +33,7 @@ from hopwell.kernels.masks import MaskEnum, MaskKind
 from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
 from hopwell.kernels.support import RARE_HEAD_DIMS
 
-MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill)
+MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill and kind.rule.ahead)  # of kernels compiled ahead
 
 # Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch. setmaxnreg can only redistribute
 # the total: 168 * 384 for two consumer warpgroups, 128 * 512 for three. A kernel that asks for more hangs. Producers

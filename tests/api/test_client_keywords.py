@@ -10,7 +10,6 @@ from helpers.calls.valid_calls import (
     BATCH,
     CONTEXT,
     CUDNN,
-    FP8,
     FUNCTIONS,
     HEADS,
     KV_LENS,
@@ -60,7 +59,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     (CONTEXT, "stacked-HND", {"uses_spcompress": True}, NotImplementedError, "uses_spcompress=True"),
     (CONTEXT, "stacked-HND", {"use_fp16_softmax": 1}, TypeError, "use_fp16_softmax"),
     (CONTEXT, "stacked-HND", {"causal": 1}, TypeError, "causal"),
-    (CONTEXT, "stacked-HND", {"causal": False, "window_left": 3}, ValueError, "window_left must be -1"),
+    (CONTEXT, "stacked-HND", {"window_right": 3}, ValueError, "window_right must be -1 where causal is True"),
     (CONTEXT, "stacked-HND", {"lse_base": "e"}, ValueError, "lse_base must be one of 'log2', 'ln'"),
     (CONTEXT, "stacked-HND", {"return_lse": None}, TypeError, "return_lse"),
     (CONTEXT, "stacked-HND", {"multi_ctas_kv_counter_buffer": 3}, TypeError, "multi_ctas_kv_counter_buffer"),
@@ -72,7 +71,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     (CUDNN, "paged", {"q_scale": torch.ones(1)}, ValueError, "q_scale must be None"),
     (CUDNN, "paged", {"v_scale": torch.ones(1)}, ValueError, "v_scale must be None"),
     (CUDNN, "paged", {"o_data_type": "bfloat16"}, TypeError, "o_data_type"),
-    (CUDNN, "paged", {"o_data_type": FP8}, ValueError, "o_data_type"),
+    (CUDNN, "paged", {"o_data_type": torch.float32}, ValueError, "o_data_type"),
     (CUDNN, "paged", {"batch_offsets_units": "bytes"}, ValueError, "batch_offsets_units"),
     (CUDNN, "paged", {"lse_base": "log10"}, ValueError, "lse_base"),
     (CUDNN, "paged", {"lse_layout": "HND"}, ValueError, "lse_layout must be one of 'NH', 'HN'"),
@@ -201,5 +200,7 @@ def test_cudnn_output_type(recorded: Any) -> None:
     assert FUNCTIONS[CUDNN](**cudnn_paged(), out=out)[0] is out
     with pytest.raises(ValueError, match=r"^o_data_type must be the dtype of out, torch\.float16"):
         FUNCTIONS[CUDNN](**cudnn_paged(), o_data_type=torch.bfloat16, out=out)
-    with pytest.raises(ValueError, match=r"^out must be torch\.bfloat16 or torch\.float16 for q of torch\.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"^out must be torch\.bfloat16 or torch\.float16 or torch\.float8_e4m3fn for q of "
+    ):
         FUNCTIONS[CUDNN](**cudnn_paged(), out=out.float())

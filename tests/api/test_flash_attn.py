@@ -101,8 +101,6 @@ def test_arguments_that_only_tune_change_nothing(name: str, recorded: Any) -> No
 
 
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("flash_attn_func", {"window_size": (3, -1)}, NotImplementedError, r"window_size .* got \(3, -1\)"),
-    ("flash_attn_func", {"window_size": (-1, 1)}, NotImplementedError, "window_size"),
     ("flash_attn_func", {"window_size": 3}, ValueError, "window_size must be a pair"),
     ("flash_attn_func", {"softmax_scale": 0.0}, ValueError, "softmax_scale must be positive"),
     ("flash_attn_func", {"softcap": -1.0}, ValueError, "softcap must be at least 0"),
@@ -151,6 +149,9 @@ MASKS: list[tuple[dict[str, Any], MaskKind, int]] = [
     ({"causal": True, "window_size": (-1, 5)}, MaskKind.CAUSAL, -1),
     ({"causal": True, "window_size": (5, 5)}, MaskKind.SLIDING_WINDOW, 5),
     ({"window_size": (5, 0)}, MaskKind.SLIDING_WINDOW, 5),
+    ({"window_size": (5, -1)}, MaskKind.LOCAL, 5),
+    ({"window_size": (-1, 1)}, MaskKind.LOCAL, -1),
+    ({"window_size": (5, 1)}, MaskKind.LOCAL, 5),
 ]
 
 

@@ -82,7 +82,7 @@ def test_fmha_v2_pages(layout: str) -> None:
 def test_fmha_v2_masks() -> None:
     refused(FMHA, ValueError, "^window_left and chunked_attention_size", window_left=4, chunked_attention_size=64)
     refused(FMHA, ValueError, "^chunked_attention_size must be a power of two, got 48", chunked_attention_size=48)
-    refused(FMHA, ValueError, "^window_left must be -1 for mask_mode 'padding'", mask_mode="padding", window_left=0)
+    refused(FMHA, ValueError, "^window_right must be -1 for mask_mode 'chunked'", mask_mode="chunked", window_right=0)
     chunk = {"mask_mode": "PADDING", "chunked_attention_size": 64}
     refused(FMHA, ValueError, "^chunked_attention_size must be 0 for mask_mode 'padding'", **chunk)
     refused(FMHA, ValueError, "^mask_mode must be one of", mask_mode="custom")
@@ -94,9 +94,11 @@ def test_fmha_v2_strings() -> None:
     refused(FMHA, ValueError, "^out_dtype must be a torch.dtype or the name", out_dtype="bf16")
     refused(FMHA, ValueError, "^out_dtype must be a torch.dtype or the name", out_dtype="nvfp4")
     refused(FMHA, ValueError, "^out_dtype must be torch.bfloat16 or", out_dtype="float32")
-    narrow = "must be torch.bfloat16 or torch.float16 for qkv of torch.bfloat16, got torch.float8_e4m3fn$"
-    refused(FMHA, ValueError, f"^out_dtype {narrow}", out_dtype="float8_e4m3fn")
-    refused(FMHA, ValueError, f"^out {narrow}", out=data(TOKENS, HEADS, DIM, dtype=FP8))
+    wide = (
+        "must be torch.bfloat16 or torch.float16 or torch.float8_e4m3fn for qkv of torch.bfloat16, got torch.float32$"
+    )
+    refused(FMHA, ValueError, f"^out_dtype {wide}", out_dtype="float32")
+    refused(FMHA, ValueError, f"^out {wide}", out=data(TOKENS, HEADS, DIM, dtype=torch.float32))
     refused(FMHA, TypeError, "^out_dtype must be a torch.dtype or the name", out_dtype=16)
     out = data(TOKENS, HEADS, DIM)
     refused(FMHA, ValueError, "^out_dtype must be the dtype of out", out=out, out_dtype="float16")
@@ -106,7 +108,7 @@ def test_fmha_v2_strings() -> None:
     ("changes", "text"),
     [
         ({"qkv": (data(8, 4, 264), data(58, 2, 2, 264))}, "head_dim=264"),
-        ({"qkv": (data(8, 4, 112, dtype=FP8), data(58, 2, 2, 112, dtype=FP8))}, "head_dim=112"),
+        ({"qkv": (data(8, 4, 272, dtype=FP8), data(58, 2, 2, 272, dtype=FP8))}, "head_dim=272"),
     ],
 )
 def test_fmha_v2_without_kernel(changes: dict[str, Any], text: str) -> None:
@@ -183,7 +185,7 @@ def test_cudnn_lse(return_lse: bool) -> None:
 
 def test_cudnn_other_rules() -> None:
     refused(CUDNN, TypeError, "^backend must be a str", backend=3)
-    q, k, v = (data(n, h, 112, dtype=FP8) for n, h in ((TOKENS, HEADS), (KV_TOKENS, KV_HEADS), (KV_TOKENS, KV_HEADS)))
-    refused(CUDNN, NotImplementedError, "head_dim=112", q=q, k_cache=k, v_cache=v)
+    q, k, v = (data(n, h, 272, dtype=FP8) for n, h in ((TOKENS, HEADS), (KV_TOKENS, KV_HEADS), (KV_TOKENS, KV_HEADS)))
+    refused(CUDNN, NotImplementedError, "head_dim=272", q=q, k_cache=k, v_cache=v)
     k, v = data(KV_TOKENS, KV_HEADS, 264), data(KV_TOKENS, KV_HEADS, 264)
     refused(CUDNN, NotImplementedError, "head_dim=264", q=data(TOKENS, HEADS, 264), k_cache=k, v_cache=v)

@@ -42,6 +42,7 @@ CONTEXT = [
     ("uses_shared_paged_kv_idx", True),
     ("kv_cache_sf", None),
     ("causal", True),
+    ("window_right", -1),
     ("lse", None),
     ("return_lse", False),
     ("lse_base", "log2"),
@@ -126,6 +127,7 @@ FMHA_V2 = [
     ("chunked_attention_size", 0),
     ("save_softmax_stats", False),
     ("skip_softmax_threshold_scale_factor", 0),
+    ("window_right", -1),
 ]
 CUDNN = [
     ("q", NONE),

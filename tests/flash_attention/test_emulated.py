@@ -31,14 +31,15 @@ def check(
     out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> None:
     """Check the output [q_len, heads, dim] and the log-sum-exp [heads, q_len] of one request."""
-    left = options.get("window_size", (-1, -1))[0]
+    left, right = options.get("window_size", (-1, -1))
     causal = Mask(MaskKind.SLIDING_WINDOW, left) if left >= 0 else Mask(MaskKind.CAUSAL)
+    others = Mask(MaskKind.FULL) if left < 0 and right < 0 else Mask(MaskKind.LOCAL, left, window_right=right)
     want, want_lse = attention(
         q,
         k,
         v,
         options.get("softmax_scale", DIM**-0.5),
-        visible(q.shape[0], k.shape[0], causal if options.get("causal") else Mask(MaskKind.FULL), q.device),
+        visible(q.shape[0], k.shape[0], causal if options.get("causal") else others, q.device),
         options.get("s_aux"),
         score=Score.capped(options.get("softcap", 0.0), has_slopes=False),
     )
@@ -50,6 +51,7 @@ DENSE = {
     "causal": {"causal": True},
     "full": {"softmax_scale": 0.3},
     "window": {"causal": True, "window_size": (3, 7)},
+    "local": {"window_size": (3, 2)},
     "softcap": {"causal": True, "softcap": 2.0},
     "sinks": {"causal": True, "s_aux": SINKS},
     "softcap-sinks": {"causal": True, "softcap": 2.0, "s_aux": SINKS.bfloat16()},

@@ -56,6 +56,7 @@ BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),
     *covering_blackwell_fp8_configs("sm_100a"),
     *covering_blackwell_fp8_configs("sm_103a")[:1],
+    Sm100PrefillConfig("sm_100a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
     *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix("prefill_sm_103a_bf16_") in SM_103A),
 ]
 # K and V of 8 bits: boxes and rows, with one column block and several, with one consumer warpgroup and two.
@@ -169,11 +170,12 @@ SM120_ON_BLACKWELL = [
         *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in PAIRED_STACK),
     )
 ]
-# Head dims and page sizes compiled only on demand.
+# Head dims, page sizes and masks compiled only on demand.
 RARER = [
     PrefillConfig("sm_90a", "bf16", "bf16", 72, 72, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0),
     PrefillConfig("sm_90a", "bf16", "bf16", 248, 248, MaskKind.CAUSAL, *PAGES16),
     PrefillConfig("sm_90a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, *ROWS, uneven_pages=True),
+    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
     PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 8, uneven_pages=True),
 ]
 CONFIGS: list[KernelConfig] = [

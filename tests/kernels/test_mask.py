@@ -21,7 +21,7 @@ from hopwell.kernels.config.prefill import TILES
 from hopwell.kernels.launch.geometry import prefill_geometry as geometry
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.load.sequence import Request
-from hopwell.kernels.parts.rows.mask import DraftMask, IntervalMask, LogitRow, TileRange
+from hopwell.kernels.parts.rows.mask import DraftMask, IntervalMask, LogitRow, TileRange, create_mask
 from hopwell.kernels.problem import Mask, MaskKind
 from hopwell.kernels.registry import resolve
 
@@ -47,13 +47,16 @@ MASKS = [
     Mask(MaskKind.CAUSAL),
     *(Mask(MaskKind.SLIDING_WINDOW, left) for left in WINDOWS),
     *(Mask(MaskKind.CHUNKED, chunk=chunk) for chunk in CHUNKS),
+    *(Mask(MaskKind.LOCAL, *sides) for sides in ((0, 0, 1), (4, 0, 127), (127, 0, 5), (-1, 0, 3), (5, 0, 2**30))),
 ]
 SIZES = sorted({(tile.m, tile.n) for dims in TILES for tile in every_tile(dims)})
 
 
 def name(mask: Mask) -> str:
-    parameter = {MaskKind.SLIDING_WINDOW: mask.window_left, MaskKind.CHUNKED: mask.chunk}.get(mask.kind, "")
-    return f"{mask.kind.value}{parameter}"
+    sizes = dict.fromkeys((MaskKind.SLIDING_WINDOW, MaskKind.LOCAL), mask.window_left)
+    parameter = (sizes | {MaskKind.CHUNKED: mask.chunk}).get(mask.kind, "")
+    right = f"_{mask.window_right}" if mask.kind is MaskKind.LOCAL else ""
+    return f"{mask.kind.value}{parameter}{right}"
 
 
 def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
@@ -63,6 +66,9 @@ def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
         return set(keys)
     if mask.kind is MaskKind.CHUNKED:
         return {key for key in keys if key // mask.chunk == position // mask.chunk and key <= position}
+    if mask.kind is MaskKind.LOCAL:
+        first = 0 if mask.window_left < 0 else position - mask.window_left
+        return {key for key in keys if first <= key <= position + mask.window_right}
     left = position - mask.window_left if mask.kind is MaskKind.SLIDING_WINDOW else 0
     return {key for key in keys if left <= key <= position}
 
@@ -71,7 +77,7 @@ def traced(mask: Mask) -> IntervalMask:
     """Return the device code's mask, with the launch's size for ``mask``."""
     problem = paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)
     passed = geometry(problem, resolve(problem, "sm_90a"))
-    return IntervalMask(mask.kind, Int32(passed.mask_size))
+    return create_mask(mask.kind, passed.mask_size)
 
 
 def host(value: object) -> int:

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr
 
 from hopwell.kernels.launch.arguments import DecodeGeometry
-from hopwell.kernels.masks import MaskEnum, MaskKind
+from hopwell.kernels.masks import SIDE_BITS, MaskEnum, MaskKind
 from hopwell.kernels.parts.core.device import device_struct, global_array, load_index
 from hopwell.kernels.parts.load.sequence import Request
 
@@ -75,6 +75,14 @@ class TokenPositions:
         return place
 
 
+@device_struct(frozen=True)
+class WindowSides:
+    """The device's form of :class:`~hopwell.kernels.masks.Sides`."""
+
+    left: Int32
+    right: Int32
+
+
 @device_struct
 class IntervalMask:
     """A mask that hides no key inside its interval.
@@ -84,7 +92,7 @@ class IntervalMask:
     """
 
     kind: MaskEnum
-    size: Int32  # the parameter of the bounds, see ``Mask.size``
+    size: Any  # the parameter of the bounds, see ``Mask.size``: an Int32, or WindowSides
 
     is_interval: ClassVar[bool] = True  # whether rows see every key between their bounds
 
@@ -263,3 +271,11 @@ MASK_TYPES: dict[MaskEnum, type[IntervalMask]] = {MaskKind.DRAFT: DraftMask}
 def mask_type(kind: MaskEnum) -> type[IntervalMask]:
     """Return the mask class of a kind."""
     return MASK_TYPES.get(kind, IntervalMask)
+
+
+def create_mask(kind: MaskEnum, packed_size) -> IntervalMask:
+    """Return the mask of a prefill kernel, whose geometry has :attr:`Mask.packed_size`."""
+    if kind.rule.has_sides:
+        left, right = packed_size & ((1 << SIDE_BITS) - 1), packed_size >> SIDE_BITS
+        return mask_type(kind)(kind, WindowSides(Int32(left), Int32(right)))
+    return mask_type(kind)(kind, Int32(packed_size))

@@ -17,7 +17,7 @@ from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.partition.tiles import QueryTile, TileSchedule
-from hopwell.kernels.parts.rows.mask import mask_type
+from hopwell.kernels.parts.rows.mask import create_mask
 from hopwell.kernels.parts.rows.padding import fill_padding
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.skip import SkipRule
@@ -111,7 +111,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         exchanged = shared_address(smem.allocate(EXCHANGED_BYTES, copy.VECTOR_BYTES))
         words = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
         slot, pending = words, words + 4
-        mask = mask_type(self.config.mask)(self.config.mask, Int32(geometry.mask_size))
+        mask = create_mask(self.config.mask, geometry.mask_size)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == MMA_WARP:
             tmem.allocate(slot)

@@ -21,7 +21,7 @@ from hopwell.kernels.parts.core.pipeline import Edge, Reader, Rings, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.partition.tiles import AlternatingSchedule, TileSchedule
 from hopwell.kernels.parts.rows.epilogue import STAGING_BYTES
-from hopwell.kernels.parts.rows.mask import mask_type
+from hopwell.kernels.parts.rows.mask import create_mask
 from hopwell.kernels.parts.rows.padding import fill_padding
 from hopwell.kernels.parts.rows.query_rows import request_shape
 from hopwell.kernels.parts.rows.score import ScoreMap
@@ -103,7 +103,7 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
         skip_softmax: Float32,
     ):
         tiles, rings, work_queue, zeroing_barriers = self._allocate(cutlass.memory.SmemAllocator())
-        mask = mask_type(self.config.mask)(self.config.mask, Int32(geometry.mask_size))
+        mask = create_mask(self.config.mask, geometry.mask_size)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), zeroing_barriers)
         fill_padding(addresses, geometry)

@@ -34,6 +34,10 @@ def window(left: int) -> Mask:
     return Mask(MaskKind.SLIDING_WINDOW, left)
 
 
+def local(left: int, right: int) -> Mask:
+    return Mask(MaskKind.LOCAL, left, window_right=right)
+
+
 def chunked(size: int) -> Mask:
     return Mask(MaskKind.CHUNKED, chunk=size)
 

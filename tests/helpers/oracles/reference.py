@@ -17,6 +17,9 @@ def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.
     key = torch.arange(kv_len, device=device)[None]
     if mask.kind is MaskKind.FULL:
         return torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+    if mask.kind is MaskKind.LOCAL:
+        left = kv_len + q_len if mask.window_left < 0 else mask.window_left
+        return (key >= position - left) & (key <= position + mask.window_right)
     if mask.kind not in (MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED):
         raise ValueError(f"no oracle for the mask {mask.kind}")
     seen = key <= position
