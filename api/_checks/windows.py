@@ -10,8 +10,9 @@ from hopwell.kernels.problem import Mask, MaskKind
 
 def right_of_causal(window_right: Any, where: str) -> None:
     """Check that a call with a causal mask has no right bound of its own."""
-    if checks.host_int("window_right", window_right, minimum=-1) >= 0:
-        raise ValueError(f"window_right must be -1 {where}, got {window_right}")
+    right = checks.host_int("window_right", window_right, minimum=-1)
+    if right >= 0:
+        raise ValueError(f"window_right must be -1 {where}, got {right}")
 
 
 def full_or_window(left: int, window_right: Any, tokens: int) -> Mask:
