@@ -113,15 +113,16 @@ def xqa_batch_decode_with_kv_cache(
 
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
-            multiple of 16 up to 256, or 512; 64, 128 or 256 with an NVFP4 cache.
+            multiple of 16 up to 256, or 512; 64, 80, 96, 128, 160, 192 or 256 with an NVFP4 cache.
         kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1; or [pages, 1, *page], the same data
             for both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD)
             or [num_kv_heads, page_size, head_dim] (HND). The dtype is query's dtype, float8_e4m3fn, int8, or uint8 for
             NVFP4 (two e2m1 values a byte, head_dim / 2 wide). num_heads is a multiple of num_kv_heads. 8-bit values,
             and NVFP4 values times their block scales, are dequantized to 16 bits before they are multiplied. 16 bits
             hold all of these values, so the result is at least as accurate as with a 16-bit cache of the same values.
-            Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``. In 16-bit and 8-bit pairs, V and the
-            output may have 128 columns beside a head_dim of 192 (MiMo-V2).
+            Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``. V of a pair and the output may have 128
+            columns beside a head_dim of 192 (MiMo-V2). All strides except the last are multiples of 16 bytes. NVFP4
+            rows of head_dim 80 have 40 bytes, so they must be padded: ``codes[..., :40]`` of 48 bytes.
         workspace_buffer: contiguous memory of any dtype and content for partial results, best ``xqa_workspace_bytes``
             bytes or more; the kernel uses its last bytes. Calls that may run at the same time need one buffer each. If
             it is too small, hopwell uses its own memory, one allocation for each device and stream. CUDA graphs
@@ -150,7 +151,8 @@ def xqa_batch_decode_with_kv_cache(
             before the new tokens are always visible. :func:`pack_mask` makes it from booleans or from a tree.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, in the layout of
             ``kv_cache`` with head_dim / 16 as its last size; linear for K and V. One tensor or a pair, with strides of
-            its own; all strides except the last are multiples of 4.
+            its own; all strides except the last are multiples of 4. Rows of head_dim 80, 96 and 160 must be padded:
+            ``scales[..., :6]`` of 8.
         q_cu_seq_lens: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with different
             numbers. The tensor stays on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim],
             ``q_len_per_req`` is an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 *

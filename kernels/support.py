@@ -40,8 +40,7 @@ OTHER_HEAD_DIMS = (*REGISTER_HEAD_DIMS, *RARE_HEAD_DIMS)
 PREFILL_HEAD_DIMS = (*COMMON_HEAD_DIMS, *OTHER_HEAD_DIMS)
 # (QK, V) of decode. 192/128 are the head dims of MiMo-V2.
 DECODE_HEAD_DIMS = (*((d, d) for d in range(16, 257, 16)), (192, 128), (512, 512))
-# Each lane has an equal part of a row, and a row consists of whole blocks.
-DECODE_NVFP4_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
+DECODE_NVFP4_HEAD_DIMS = tuple(dims for dims in DECODE_HEAD_DIMS if dims[0] in (64, 80, 96, 128, 160, 192, 256))
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 FP8_DS_MLA_HEAD_DIMS = (576, 512)  # of caches with rows of 656 bytes

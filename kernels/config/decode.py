@@ -72,13 +72,23 @@ _STAGE_BYTES = 65536  # of K, and of V, of all CTAs of an SM
 # time with more loads in flight: 256 x 1024 tokens of 4 bits took 132 instead of 127 us. 32 x 8192 tokens whose heads
 # lie apart took 113 instead of 108 us (H100, 2026-11-25).
 _SHORT_ROW_STAGE_BYTES = 32768
+
+
+def _with_larger_combine(tile: Tile) -> Tile:
+    """Return the tile with 104 registers for the combine warpgroup, from both warpgroups that attend."""
+    given = (104 - tile.combine_registers) // 2
+    return replace(tile, consumer_registers=tile.consumer_registers - given, combine_registers=104)
+
+
 # Over 8-bit caches eight warps have keys of their own. The combine warpgroup gets the registers that they leave, and
-# needs a few more for widths that are not powers of two.
+# needs a few more for widths that are not powers of two, and for scales of each KV head.
+_EIGHT_BIT_TILE = Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192)
+_WIDE_EIGHT_BIT_TILE = replace(_EIGHT_BIT_TILE, kv_stages=2)
 _EIGHT_BIT_TILES = {
-    112: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=184, combine_registers=104),
-    128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
-    240: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=184, combine_registers=104),
-    256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
+    112: _with_larger_combine(_EIGHT_BIT_TILE),
+    128: _EIGHT_BIT_TILE,
+    240: _with_larger_combine(_WIDE_EIGHT_BIT_TILE),
+    256: _WIDE_EIGHT_BIT_TILE,
 }
 # Warps dequantize K and V in registers if each key is dequantized by few warps and registers are left. Every warp that
 # has rows dequantizes a key: with more than 32 rows, three or four warps do. Beyond 256 columns, O and Q take too many
@@ -92,8 +102,8 @@ _DEQUANTIZED_TILES = {columns: replace(tile, converting_registers=88) for column
 _DEQUANTIZED_TILES[512] = replace(_DEQUANTIZED_TILES[512], consumer_registers=192)
 # Loaders that also copy scales take more registers.
 _NVFP4_TILES = {
-    columns: replace(_EIGHT_BIT_TILES[columns], producer_registers=56, consumer_registers=184, combine_registers=88)
-    for columns in (128, 256)
+    columns: replace(tile, producer_registers=56, consumer_registers=tile.consumer_registers - 8)
+    for columns, tile in ({64: _EIGHT_BIT_TILE} | _EIGHT_BIT_TILES).items()
 }
 
 

@@ -145,14 +145,38 @@ class DecodeLayout(OperandLayout):
     """Widths of decode, whose K and V may be converted in registers or in place."""
 
     @property
+    def tile_dims(self) -> tuple[int, int]:
+        """Head dims (QK, V) of tiles, in elements.
+
+        Each lane has an equal part of a row of NVFP4, and the part consists of whole blocks. Rows of other sizes are
+        padded to the next power of two. Scales of the padding are zeros.
+        """
+        dims = self.config.head_dim_qk, self.config.head_dim_v
+        if self.config.kv_type is not KvType.NVFP4:
+            return dims
+        first, second = (max(1 << (dim - 1).bit_length(), BLOCK_COLUMNS) for dim in dims)
+        return first, second
+
+    @property
+    def scale_blocks(self) -> tuple[int, int]:
+        """Block scales of a row of K and of V in shared memory."""
+        first, second = (self.config.kv_element.scales_of(dim) for dim in self.tile_dims)
+        return first, second
+
+    @property
     def columns(self) -> tuple[int, int]:
         """Columns of K and V tiles. Rows of 4-bit codes are not padded to 128 bytes.
 
         Padding would keep unread bytes in flight and take memory from further stages.
         """
         if self.config.dequantizes_in_registers and self.config.kv_type is KvType.NVFP4:
-            return self.kv_dims
+            per_word = 16 // self.config.kv_element.bits
+            return self.tile_dims[0] // per_word, self.tile_dims[1] // per_word
         return super().columns
+
+    @property
+    def q_columns(self) -> int:
+        return rounded_up(self.tile_dims[0] * self.config.q_bytes // HALFWORD_BYTES, BLOCK_COLUMNS)
 
     @property
     def depth(self) -> tuple[int, int]:

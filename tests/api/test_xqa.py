@@ -211,10 +211,6 @@ class TestRefusals:
         halves = data(PAGES, PAGE, KV_HEADS, DIM), data(PAGES, PAGE, KV_HEADS, DIM // 2)
         text = f"^kv_cache must have the head_dim of query, {DIM}, for V as well, got {DIM // 2} .*: 192/128.$"
         refused(XQA, ValueError, text, kv_cache=halves)
-        codes = [data(PAGES, PAGE, KV_HEADS, dim // 2, dtype=U8) for dim in (192, 128)]
-        scales = [data(PAGES, PAGE, KV_HEADS, dim // 16, dtype=FP8) for dim in (192, 128)]
-        changes = dict(query=data(BATCH, HEADS, 192), kv_cache=tuple(codes), kv_cache_sf=tuple(scales))
-        refused(XQA, NotImplementedError, "with NVFP4 caches: 64, 128, 256; got head_dim=192", "nvfp4", **changes)
 
     def test_tokens_per_request(self) -> None:
         refused(XQA, ValueError, f"^q_len_per_req must divide the {BATCH} rows of query, got 2$", q_len_per_req=2)
@@ -290,9 +286,9 @@ class TestRefusals:
         refused(XQA, ValueError, "^out must not share memory with kv_cache_sf", "nvfp4", kv_cache_sf=scales, out=out)
 
     def test_block_scales_of_other_head_dims(self) -> None:
-        """Rows of 192 elements are whole blocks, but lanes cannot share them equally."""
-        cache, scales = data(PAGES, 2, PAGE, KV_HEADS, 96, dtype=U8), data(PAGES, 2, PAGE, KV_HEADS, 12, dtype=FP8)
-        changes = dict(query=data(BATCH, HEADS, 192), kv_cache=cache, kv_cache_sf=scales)
-        message = "on sm_90a supports these head dims: .*with NVFP4 caches: 64, 128, 256; got head_dim=192 for Q and K"
+        cache, scales = data(PAGES, 2, PAGE, KV_HEADS, 112, dtype=U8), data(PAGES, 2, PAGE, KV_HEADS, 16, dtype=FP8)
+        changes = dict(query=data(BATCH, HEADS, 224), kv_cache=cache, kv_cache_sf=scales[..., :14])
+        served = "64, 80, 96, 128, 160, 192/128, 192, 256"
+        message = f"on sm_90a supports these head dims: .*with NVFP4 caches: {served}; got head_dim=224 for Q and K"
         refused(XQA, NotImplementedError, message, "nvfp4", **changes)
         refused(XQA, ValueError, "^out must be torch.bfloat16 or", "nvfp4", out=data(BATCH, HEADS, DIM, dtype=FP16))

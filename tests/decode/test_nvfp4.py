@@ -42,6 +42,27 @@ def test_forms_of_the_cache(head_dim: int, group: int, page_size: int, dtype: to
     assert all(torch.equal(outs[0], out) for out in outs)
 
 
+@pytest.mark.parametrize(
+    ("dims", "group", "page_size"),
+    [
+        ((80, 80), 3, 4),
+        ((80, 80), 20, 16),
+        ((96, 96), 20, 64),
+        ((160, 160), 3, 16),
+        ((192, 192), 9, 7),
+        ((192, 128), 3, 16),
+    ],
+    ids=str,
+)
+def test_rows_of_other_sizes(dims: tuple[int, int], group: int, page_size: int, device: str) -> None:
+    """Lanes cannot share such rows equally in whole blocks: tiles have wider rows. NaN lies between the rows."""
+    q_len, mask = 2, Mask(MaskKind.DRAFT, 200)
+    data = batch(device, q_len, heads=2 * group, head_dim=dims[0], v_head_dim=dims[1])
+    sinks = torch.linspace(-20.0, 20.0, data.heads, device=device)
+    out = xqa(data, data.decode(page_size, mask), q_len, window_left=200, sinks=sinks)
+    data.expected_decode(mask, sinks=sinks).check(out.flatten(0, 1))
+
+
 @pytest.mark.parametrize("group", [2, 20])
 def test_drafts_with_a_window_and_sinks(group: int, device: str) -> None:
     """The output is e4m3; a request gives the same bits alone and in the batch."""

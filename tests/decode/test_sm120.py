@@ -64,6 +64,11 @@ def test_drafts_over_nvfp4_caches() -> None:
     nvfp4.test_drafts_with_a_window_and_sinks(group=20, device="cpu")
 
 
+@pytest.mark.parametrize(("dims", "page_size"), [((96, 96), 7), ((192, 192), 16)])
+def test_nvfp4_rows_of_other_sizes(dims: tuple[int, int], page_size: int) -> None:
+    nvfp4.test_rows_of_other_sizes(dims, 9, page_size, "cpu")
+
+
 def test_nvfp4_gives_the_bits_of_e4m3() -> None:
     nvfp4.test_bits_are_those_of_e4m3(head_dim=128, group=3, device="cpu")
 

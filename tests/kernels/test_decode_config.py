@@ -42,6 +42,7 @@ from hopwell.kernels.problem import (
 )
 from hopwell.kernels.registry import build, resolve, shipped_configs
 from hopwell.kernels.sm90.decode.base import DecodeKernel
+from hopwell.kernels.support import DECODE_NVFP4_HEAD_DIMS
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 
 SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
@@ -96,6 +97,7 @@ def kernel_of(config: DecodeConfig) -> DecodeKernel:
 
 
 EVERY_DIM = [(dims, kv_type) for kv_type in KV_TYPES for dims in HEAD_DIMS]
+NVFP4_DIMS = [(dims, KvType.NVFP4) for dims in DECODE_NVFP4_HEAD_DIMS]
 EQUAL_DIMS = [qk for qk, v in HEAD_DIMS if qk == v]
 
 
@@ -165,7 +167,7 @@ class TestShipped:
 
 
 class TestResources:
-    @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
+    @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM + NVFP4_DIMS)
     def test_every_head_dim_fits(self, dim: tuple[int, int], kv_type: KvType) -> None:
         """Shared memory, launch registers, and rows of one tile suffice."""
         for config in of_dim(dim, kv_type):

@@ -115,11 +115,12 @@ def async_copy_or_zero(destination, source, wanted, size=VECTOR_BYTES, *, loc=No
 
 
 @dsl_user_op
-def async_word_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
-    """Issue a cp.async of 4 bytes from global to shared memory, or of 4 zero bytes if not ``wanted``."""
+def async_word_or_zero(destination, source, wanted, size=4, *, loc=None, ip=None) -> None:
+    """Issue a cp.async that writes 4 bytes to shared memory: ``size`` bytes from global memory, or none of them if not
+    ``wanted``, and zeros behind them."""
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
-        read_only_args=[destination, source, 4 if wanted is True else wanted.to(Int32) * 4],
+        read_only_args=[destination, source, size if wanted is True else wanted.to(Int32) * size],
         loc=loc,
         ip=ip,
     )

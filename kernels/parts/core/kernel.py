@@ -121,10 +121,10 @@ class AttentionKernel:
     @property
     def scale_bytes(self) -> tuple[int, int]:
         """Bytes of the block scales that loaders copy beside a tile of K, and of V."""
-        c, tile = self.config, self.tile
-        if not c.copies_scales:
+        if not self.config.copies_scales:
             return 0, 0
-        return tile.n * c.kv_element.scales_of(c.head_dim_qk), tile.n * c.kv_element.scales_of(c.head_dim_v)
+        k, v = (self.tile.n * blocks for blocks in self.layout.scale_blocks)
+        return k, v
 
     @property
     def stage_bytes(self) -> tuple[int, int]:
@@ -149,8 +149,9 @@ class AttentionKernel:
         size = work_queue_stride(self.work_tile.INTS) * 4
         return roles.edge("work", producer, "all others", self.work_stages, size, consumer_lanes=LANES)
 
-    def _kv_atom(self, address, head_dim, heads, sizes, strides):
-        """Return the TMA atom that the KV source issues, or None if it issues none."""
+    def _kv_atom(self, address, head_dim, heads, sizes, strides, columns: int = BLOCK_COLUMNS):
+        """Return the TMA atom that the KV source issues, or None if it issues none. Boxes of column blocks have
+        ``columns``."""
         (pages, rows), (page, head, row) = sizes, strides
         if const_expr(self.source is ContiguousBoxes):
             return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
@@ -158,7 +159,7 @@ class AttentionKernel:
             return None
         slots = pages * (page // head)
         if const_expr(self.source is PageColumnBoxes):
-            return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows)
+            return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows, columns)
         blocks, core_matrices = head_dim // BLOCK_COLUMNS, self.config.box_rows // ATOM_ROWS
         row, head = cute.assume(row, divby=8), cute.assume(head, divby=8)
         columns, steps = ((BLOCK_COLUMNS, blocks), (1, BLOCK_COLUMNS)) if blocks > 1 else (head_dim, 1)
@@ -167,13 +168,13 @@ class AttentionKernel:
         box = copy.swizzled_layout(self.word, self.config.box_rows, head_dim, columns_first=True)
         return self._tma_atom(address, layout, box, ((ATOM_ROWS, core_matrices), columns))
 
-    def _row_boxes(self, address, shape, strides, box_rows):
-        """Make TMA boxes of box_rows x 64 columns over [rows, head_dim, heads]; strides (row, head) in elements."""
+    def _row_boxes(self, address, shape, strides, box_rows, columns: int = BLOCK_COLUMNS):
+        """Make TMA boxes of box_rows x ``columns`` over [rows, head_dim, heads]; strides (row, head) in elements."""
         rows, head_dim, heads = shape
         row, head = (cute.assume(stride, divby=8) for stride in strides)
         layout = cute.make_layout((Int32(rows), head_dim, Int32(heads)), stride=(row, 1, head))
-        box = copy.swizzled_layout(self.word, box_rows, BLOCK_COLUMNS)
-        return self._tma_atom(address, layout, box, (box_rows, BLOCK_COLUMNS))
+        box = copy.swizzled_layout(self.word, box_rows, columns)
+        return self._tma_atom(address, layout, box, (box_rows, columns))
 
     def _tma_atom(self, address, layout, box, tiler):
         tensor = cute.make_tensor(global_pointer(self.word, address, copy.VECTOR_BYTES), layout)
@@ -181,13 +182,11 @@ class AttentionKernel:
 
     def _kv_atoms(self, a: Addresses, g):
         """Make the TMA atoms of K and V."""
-        c, (k_dim, v_dim) = self.config, self.layout.kv_dims
-        k_strides, v_strides = (
-            c.layout.kv_strides(g.k_page, g.k_head, g.k_row),
-            c.layout.kv_strides(g.v_page, g.v_head, g.v_row),
-        )
-        k = self._kv_atom(a.key, k_dim, g.kv_heads, (g.k_pages, g.k_rows), k_strides)
-        v = self._kv_atom(a.value, v_dim, g.kv_heads, (g.v_pages, g.v_rows), v_strides)
+        (k_dim, v_dim), columns = self.layout.kv_dims, [min(each, BLOCK_COLUMNS) for each in self.layout.columns]
+        k_strides = self.layout.kv_strides(g.k_page, g.k_head, g.k_row)
+        v_strides = self.layout.kv_strides(g.v_page, g.v_head, g.v_row)
+        k = self._kv_atom(a.key, k_dim, g.kv_heads, (g.k_pages, g.k_rows), k_strides, columns[0])
+        v = self._kv_atom(a.value, v_dim, g.kv_heads, (g.v_pages, g.v_rows), v_strides, columns[1])
         return k, v
 
     def _allocate(self, smem):

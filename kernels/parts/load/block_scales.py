@@ -9,7 +9,7 @@ from cutlass import Float16, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import device_struct, global_array, load_index, prmt
+from hopwell.kernels.parts.core.device import device_struct, global_array, load_index, prmt, shared_address
 from hopwell.kernels.parts.core.warp_mma import QUAD
 from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.load.hidden_keys import DraftRows, hidden_drafts
@@ -109,8 +109,13 @@ class SharedScales:
     """Block scales beside the stages of K or V in shared memory: one row of scales for each token of a tile."""
 
     address: Int32  # of stage 0
-    blocks: int  # per row
+    blocks: int  # per row, with padding
     tile_n: int
+
+    @staticmethod
+    def of(kernel, tiles, part: int) -> "SharedScales":
+        """Return the scales of K (0) or V (1)."""
+        return SharedScales(shared_address(tiles.scales[part]), kernel.layout.scale_blocks[part], kernel.tile.n)
 
     def row(self, stage, row):
         """Return the address of a row's scales."""
@@ -176,6 +181,7 @@ class ScaleCopies:
     """
 
     target: SharedScales
+    blocks: int  # per row in global memory
     head: Int64  # address of the head's scales in page 0
     page: Int64
     row: Int64
@@ -185,15 +191,13 @@ class ScaleCopies:
     end_key: Int32
 
     @staticmethod
-    def create(rows: ScaleRows | None, tile, shared, tile_n: int) -> "ScaleCopies | None":
-        """Return the copies of ``rows``, if there are any, for a work tile's head and request.
-
-        ``shared`` is the address of the first stage.
-        """
+    def create(rows: ScaleRows | None, tile, shared: SharedScales | None) -> "ScaleCopies | None":
+        """Return the copies of ``rows`` to ``shared``, if there are any, for a work tile's head and request."""
         if rows is None:
             return None
         return ScaleCopies(
-            SharedScales(shared, rows.blocks, tile_n),
+            shared,
+            rows.blocks,
             rows.address + tile.kv_head * rows.head,
             rows.page,
             rows.row,
@@ -215,18 +219,24 @@ class ScaleCopies:
             page = load_index(self.table, self.pages.split(key)[0])
         return page
 
+    def _bytes(self, lane_word):
+        """Return the bytes of a lane's word of a row that the row has in global memory."""
+        if self.blocks == self.target.blocks:
+            return TOKENS
+        return cutlass.max(cutlass.min(self.blocks - lane_word, TOKENS), 0)
+
     @cute.jit
     def copy(self, pages, tile, stage) -> None:
         """Issue the copies of a tile into a stage. Neighbouring lanes copy neighbouring words."""
         words = self.target.blocks // TOKENS
         lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words * TOKENS
-        place = self.target.row(stage, lane_row) + lane_word
+        place, size = self.target.row(stage, lane_row) + lane_word, self._bytes(lane_word)
         for i in cutlass.range_constexpr(len(pages)):
             address = self._address(pages[i], tile * self.target.tile_n + LANES * i + cute.arch.lane_idx())
             for first in cutlass.range(0, LANES, LANES // words, unroll=2):
                 source = cute.arch.shuffle_sync(address, first + lane_row)
                 to_row = place + (LANES * i + first) * self.target.blocks
-                copy.async_word_or_zero(to_row, source + lane_word, source != 0)
+                copy.async_word_or_zero(to_row, source + lane_word, source != 0, size)
 
     def of_box(self, page, row):
         """Return the address of the scales of a token of a page."""
@@ -250,7 +260,7 @@ class ScaleCopies:
         at_once = LANES // words
         lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words * TOKENS
         own = (lane_row % box_rows if at_once > box_rows else lane_row) * self.row + lane_word
-        place = self.target.row(stage, lane_row) + lane_word
+        place, size = self.target.row(stage, lane_row) + lane_word, self._bytes(lane_word)
         box = Int64(0)
         for row in cutlass.range_constexpr(0, tile_n, at_once):
             if const_expr(row % box_rows == 0 or at_once > box_rows):
@@ -263,7 +273,7 @@ class ScaleCopies:
                 if const_expr(len(hidden) > 0):
                     bit = (row % LANES + lane_row).to(Uint32)
                     wanted = wanted & ((hidden[row // LANES] >> bit) & Uint32(1) == Uint32(0))
-            copy.async_word_or_zero(place + row * self.target.blocks, box, wanted)
+            copy.async_word_or_zero(place + row * self.target.blocks, box, wanted, size)
             box += at_once * self.row
 
     @cute.jit

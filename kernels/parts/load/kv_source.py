@@ -30,7 +30,7 @@ from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct, load_index
-from hopwell.kernels.parts.load.block_scales import ScaleCopies, ScaleRows
+from hopwell.kernels.parts.load.block_scales import ScaleCopies, ScaleRows, SharedScales
 from hopwell.kernels.parts.load.hidden_keys import DraftRows, HiddenDrafts, hidden_drafts
 from hopwell.kernels.parts.load.page_size import EvenPages, page_size
 
@@ -54,7 +54,7 @@ class KvOperand:
     is_value: bool
     read_once: bool  # whether work tiles choose its L2 eviction policy
     scales: ScaleRows | None = None  # block scales that are copied beside the tiles
-    shared_scales: Any = None  # address of the scales of stage 0
+    shared_scales: SharedScales | None = None  # the places of these scales
     stage_columns: int | None = None  # columns of space in a stage; None: ``columns``
     page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
     draft_rows: DraftRows | None = None  # the draft mask, if the kernel has one
@@ -131,7 +131,7 @@ class KvSource:
             zero_outside=operand.is_value,
             drafts=hidden_drafts(operand.draft_rows if operand.is_value else None, tile.request),
             policy=operand.cache_policy(tile) if operand.read_once else None,
-            scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales, tile_n),
+            scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales),
         )
 
     @property
@@ -441,10 +441,10 @@ class PageColumnBoxes(PageBoxes):
 
     @property
     def box_bytes(self) -> int:
-        return self.box_rows * copy.SWIZZLE_ROW_BYTES
+        return self.box_rows * copy.row_bytes(self.columns)
 
     def load_box(self, box, slot, core_matrix, barrier) -> None:
-        for block in range(self.columns // BLOCK_COLUMNS):
+        for block in range(copy.column_blocks(self.columns)):
             destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
             coordinates = (block * BLOCK_COLUMNS, core_matrix * ATOM_ROWS, slot)
             copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)

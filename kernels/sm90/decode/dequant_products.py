@@ -60,7 +60,7 @@ class ColumnBlock:
 
 
 def padded(head_dim: int) -> int:
-    """Return the total width of all column blocks."""
+    """Return the total width of all column blocks of a tile's head dim."""
     return sum(block.width for block in ColumnBlock.all(head_dim))
 
 
@@ -82,11 +82,9 @@ class DequantProducts:
     @staticmethod
     def fields(kernel, tiles, products: int) -> dict[str, Any]:
         """Return the values of the fields above by name."""
-        config = kernel.config
-        width, scales = padded(config.head_dim_qk), [None, None]
-        if config.copies_scales:
-            blocks = [config.kv_element.scales_of(dim) for dim in (config.head_dim_qk, config.head_dim_v)]
-            scales = [SharedScales(shared_address(tiles.scales[i]), blocks[i], kernel.tile.n) for i in range(2)]
+        width, scales = padded(kernel.layout.tile_dims[0]), [None, None]
+        if kernel.config.copies_scales:
+            scales = [SharedScales.of(kernel, tiles, part) for part in range(2)]
         return dict(
             q=cute.make_rmem_tensor(width * products * MMA_COLUMNS // LANES // 2, Uint32),
             row_factor=cute.make_rmem_tensor(2 * products, Float32),
@@ -102,12 +100,12 @@ class DequantProducts:
     @property
     def key_blocks(self) -> list[ColumnBlock]:
         """Column blocks of Q and K."""
-        return ColumnBlock.all(self.kernel.config.head_dim_qk, self.element.bits)
+        return ColumnBlock.all(self.kernel.layout.tile_dims[0], self.element.bits)
 
     @property
     def value_blocks(self) -> list[ColumnBlock]:
         """Column blocks of V and O."""
-        return ColumnBlock.all(self.kernel.config.head_dim_v, self.element.bits)
+        return ColumnBlock.all(self.kernel.layout.tile_dims[1], self.element.bits)
 
     @property
     def element(self) -> Element:

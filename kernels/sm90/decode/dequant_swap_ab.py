@@ -65,7 +65,7 @@ class DequantLeafOperands(DequantProducts):
             s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
             o=cute.make_rmem_tensor(4 * products * parts, Float32),
             leaf_tiles=kernel.step_tiles,
-            at_once=max(min(kernel.tile.kv_stages // 2, MOST_COLUMNS // padded(kernel.config.head_dim_qk)), 1),
+            at_once=max(min(kernel.tile.kv_stages // 2, MOST_COLUMNS // padded(kernel.layout.tile_dims[0])), 1),
             columns=WarpColumns.of(kernel.config),
         )
 
@@ -185,7 +185,7 @@ class DequantLeafOperands(DequantProducts):
     def _values(self, stage, first: int, number: int) -> list:
         """Load V of 32 keys of a tile and one vector of this warp. A word has 16 bits of each of two keys."""
         # bytes before the vectors with this number
-        lane, before = cute.arch.lane_idx(), number * WARPS * copy.VECTOR_BYTES
+        lane, before = cute.arch.lane_idx(), number * self.columns.apart * copy.VECTOR_BYTES
         core_matrix = first // copy.ATOM_ROWS + lane // copy.ATOM_ROWS
         rows = self.rows(self.v_tile, 1, stage, core_matrix, self.value_blocks[before // BLOCK_BYTES])
         vector = before % BLOCK_BYTES // copy.VECTOR_BYTES + self.columns.vector(0)
@@ -194,18 +194,23 @@ class DequantLeafOperands(DequantProducts):
 
 @dataclass(frozen=True)
 class WarpColumns:
-    """Columns of V and O that a warp holds: every fourth 16-byte vector, or a share of one if there are fewer vectors
-    than warps. Lane g holds 16 bits of a vector, as pairs of adjacent columns. Rows g and g + 8 of a product with V are
-    the two columns of a pair."""
+    """Columns of V and O that a warp holds: every fourth 16-byte vector, or half of every second one if the vectors of
+    4-bit codes cannot be distributed equally. Lane g holds 16 bits of a vector, as pairs of adjacent columns. Rows g
+    and g + 8 of a product with V are the two columns of a pair."""
 
     per_lane: int  # columns in 16 bits
     sharing: int  # warps that share a vector
 
     @staticmethod
     def of(config: DecodeConfig) -> "WarpColumns":
-        bits = config.kv_element.bits
-        vectors = max(config.head_dim_v, BLOCK_COLUMNS) * bits // (8 * copy.VECTOR_BYTES)
-        return WarpColumns(16 // bits, max(WARPS // vectors, 1))
+        per_lane = 16 // config.kv_element.bits
+        vectors = config.head_dim_v / (per_lane * MMA_COLUMNS)
+        return WarpColumns(per_lane, 1 if vectors % WARPS == 0 else per_lane // 2)
+
+    @property
+    def apart(self) -> int:
+        """Distance in vectors between consecutive vectors of a warp."""
+        return WARPS // self.sharing
 
     @property
     def pairs(self) -> int:
@@ -218,7 +223,7 @@ class WarpColumns:
 
     def vector(self, number: int):
         """Return the number in a row of this warp's ``number``-th vector."""
-        return WARPS * number + warp_in_warpgroup() // self.sharing
+        return self.apart * number + warp_in_warpgroup() // self.sharing
 
     def share(self):
         """Return the index of this warp's share of a vector."""

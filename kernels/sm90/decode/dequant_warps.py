@@ -28,14 +28,14 @@ from hopwell.kernels.sm90.decode.dequant_products import ColumnBlock, DequantPro
 from hopwell.kernels.sm90.decode.rows import PackedLogits
 
 STEP_KEYS = 32  # keys that a warp multiplies at a time
-MOST_COLUMNS = 128  # columns of O, at most, with which a warp has two products
+MOST_COLUMNS = 128  # columns of Q and of O, at most, with which a warp has two products
 STATISTICS_BYTES = 8  # of a row: reference and sum
 
 
-def most_products(head_dim: int) -> int:
-    """Return the products of 8 rows that a warp computes side by side. With more columns O takes too many registers for
-    two."""
-    return 2 if padded(head_dim) <= MOST_COLUMNS else 1
+def most_products(dims: tuple[int, int]) -> int:
+    """Return the products of 8 rows that a warp computes side by side, for head dims (QK, V) of tiles. With more
+    columns Q and O take too many registers for two."""
+    return 2 if max(map(padded, dims)) <= MOST_COLUMNS else 1
 
 
 @device_struct(frozen=True)
@@ -107,7 +107,7 @@ class DequantDecodeOperands(DequantProducts):
         return DequantDecodeOperands(
             **DequantProducts.fields(kernel, tiles, products),
             s=cute.make_rmem_tensor(STEP_KEYS * rows // LANES, Float32),
-            o=cute.make_rmem_tensor(padded(kernel.config.head_dim_v) * rows // LANES, Float32),
+            o=cute.make_rmem_tensor(padded(kernel.layout.tile_dims[1]) * rows // LANES, Float32),
         )
 
     def scores(self) -> ColumnFragment:
@@ -183,15 +183,15 @@ class Exchange:
     width: int
 
     @staticmethod
-    def warp_bytes(head_dim: int) -> int:
+    def warp_bytes(dims: tuple[int, int]) -> int:
         """Return the bytes of shared memory for one warp."""
-        return most_products(head_dim) * MMA_COLUMNS * (4 * padded(head_dim) + STATISTICS_BYTES)
+        return most_products(dims) * MMA_COLUMNS * (4 * padded(dims[1]) + STATISTICS_BYTES)
 
     @staticmethod
     def create(kernel, tiles) -> "Exchange":
-        begin, head_dim = shared_address(tiles.staging), kernel.config.head_dim_v
-        rows = kernel.storing_warps * most_products(head_dim) * MMA_COLUMNS
-        return Exchange(begin, begin + rows * STATISTICS_BYTES, padded(head_dim))
+        begin, dims = shared_address(tiles.staging), kernel.layout.tile_dims
+        rows = kernel.storing_warps * most_products(dims) * MMA_COLUMNS
+        return Exchange(begin, begin + rows * STATISTICS_BYTES, padded(dims[1]))
 
     def row_statistics(self, row):
         """Return the address of a row's (reference, sum). Rows are numbered over all warps."""
@@ -228,7 +228,7 @@ class DequantWarps:
         tile = self.work_queue.read(work)
         while tile.exists:
             count = cutlass.min(tile.rows(geometry.group), ROWS)
-            most = most_products(self.kernel.config.head_dim_v)
+            most = most_products(self.kernel.layout.tile_dims)
             if const_expr(most > 1):
                 if count <= MMA_COLUMNS:
                     self.attend_work_tile(1, tile, count, kv_step, work)
@@ -335,11 +335,11 @@ class DequantCombine(Combine):
     @cute.jit
     def gather(self, tile: SplitTile, rows: PackedRows, out_dtype: cutlass.Constexpr) -> None:
         count = cutlass.min(rows.count, ROWS)
-        if const_expr(most_products(self.kernel.config.head_dim_v) > 1):
+        if const_expr(most_products(self.kernel.layout.tile_dims) > 1):
             if count <= MMA_COLUMNS:
                 self.add_up(WarpKeys.of(count, 1, self.kernel), tile, rows, count, out_dtype)
             else:
-                most = most_products(self.kernel.config.head_dim_v)
+                most = most_products(self.kernel.layout.tile_dims)
                 self.add_up(WarpKeys.of(count, most, self.kernel), tile, rows, count, out_dtype)
         else:
             self.add_up(WarpKeys.of(count, 1, self.kernel), tile, rows, count, out_dtype)

@@ -84,7 +84,7 @@ class DecodeSm90(DecodeKernel):
 
     @property
     def staging_bytes(self) -> int:
-        return Exchange.warp_bytes(self.config.head_dim_v) if self.config.dequantizes_in_registers else 0
+        return Exchange.warp_bytes(self.layout.tile_dims) if self.config.dequantizes_in_registers else 0
 
     def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
         sizes = (self.tile.m, self.tile.n, self.config.chunk_tokens)

@@ -9,6 +9,7 @@ from cutlass import const_expr
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
+from hopwell.kernels.parts.load.block_scales import SharedScales
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.sm90.common.kernel import K_WARP, LOAD_ROLES, Q_WARP, V_WARP, loading_ring
@@ -52,6 +53,6 @@ class KvLoads:
         shared, operand = shared_address((tiles.k, tiles.v)[which].iterator), operands[which]
         operand = self.kernel.divided(operand)
         if const_expr(self.kernel.config.copies_scales):
-            operand = replace(operand, shared_scales=shared_address(tiles.scales[which]))
+            operand = replace(operand, shared_scales=SharedScales.of(self.kernel, tiles, which))
         ring = loading_ring(self.kernel, rings, which)
         self.kernel.load_kv(atoms[which], shared, ring, zeroing_barriers + which, work_queue, operand)

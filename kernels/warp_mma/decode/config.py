@@ -65,7 +65,7 @@ class Sm120DecodeConfig(DecodeConfig):
     def smem_levels(self) -> int:
         """Tree levels in shared memory: the levels that fit beside K, V, their scales, Q and P. The longest possible
         output tile limits them, too."""
-        key = HALFWORD_BYTES * sum(self.layout.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
+        key = HALFWORD_BYTES * sum(self.layout.columns) + sum(self.layout.scale_blocks)
         used = self.tile.kv_stages * self.tile.n * key + _OTHER_BYTES
         used += HALFWORD_BYTES * self.rows * (self.layout.q_columns + LEAF_TILE * self.leaf_tiles)
         return min((self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v), _MOST_LEVELS)

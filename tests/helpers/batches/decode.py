@@ -44,6 +44,13 @@ def nvfp4(values: torch.Tensor) -> layouts.NVFP4Blocks:
     return layouts.NVFP4Blocks(data.masked_fill(poisoned, 0xFF), scales)
 
 
+def aligned(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return a copy whose rows begin at a multiple of this many bytes. Between the rows are NaN scales."""
+    gap = -rows.shape[-1] % multiple
+    padded = torch.nn.functional.pad(rows.view(torch.uint8), (0, gap), value=0x7F)
+    return padded[..., : rows.shape[-1]].view(rows.dtype)
+
+
 @dataclass
 class DecodeBatch(Batch):
     """A batch of new tokens.
@@ -103,8 +110,8 @@ class DecodeBatch(Batch):
         scales = None
         if self.kv_dtype is NVFP4:
             key, value = nvfp4(key), nvfp4(value)
-            scales = BlockScales(key.scales, value.scales)
-            key, value = key.data, value.data
+            scales = BlockScales(aligned(key.scales, 4), aligned(value.scales, 4))
+            key, value = aligned(key.data, 16), aligned(value.data, 16)
         longest = max(self.q_lens, default=0)
         generator = torch.Generator().manual_seed(self.seed)
         words = draft_words(self.drafts, -(-longest // 32), generator).to(self.device)

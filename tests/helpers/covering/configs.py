@@ -201,6 +201,11 @@ def tcgen05_configs() -> list[KernelConfig]:
     return [*(found | dict.fromkeys(c for arch in BLACKWELL for kind in kinds for c in kind(arch)))]
 
 
+def _dims(dim: int | tuple[int, int]) -> tuple[int, int]:
+    """Return head dims (QK, V) from one head dim or from both."""
+    return dim if isinstance(dim, tuple) else (dim, dim)
+
+
 def covering_decode_configs() -> list[DecodeConfig]:
     """Return decode kernels that stand for all: a mask changes the consumers' code, a fetch the producers' code."""
 
@@ -224,7 +229,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
     narrow = ("sm_90a", "bf16", "e4m3")
     # These kernels are compiled only on demand: every head dim with swap-AB and without, boxes and rows, and each
     # mask.
-    nvfp4: list[tuple[int, MaskKind, tuple[KvFetch, int], int, tuple[str, str]]] = [
+    nvfp4: list[tuple[Any, MaskKind, tuple[KvFetch, int], int, tuple[str, str]]] = [
         (64, MaskKind.DRAFT, ROWS, SWAP_AB_ROWS[0], ("bf16", "bf16")),
         (64, MaskKind.FULL, ROWS, splitting.ROWS, ("bf16", "bf16")),
         (128, MaskKind.FULL, PAGES16, SWAP_AB_ROWS[0], ("bf16", "bf16")),
@@ -232,6 +237,13 @@ def covering_decode_configs() -> list[DecodeConfig]:
         (256, MaskKind.SLIDING_WINDOW, PAGES16, SWAP_AB_ROWS[0], ("bf16", "bf16")),
         (256, MaskKind.DRAFT, PAGES16, splitting.ROWS, ("bf16", "bf16")),
         (256, MaskKind.FULL, (KvFetch.PAGE_BOXES, 8), splitting.ROWS, ("fp16", "e4m3")),
+        # Rows that lanes cannot share equally.
+        (80, MaskKind.DRAFT, ROWS, SWAP_AB_ROWS[0], ("bf16", "bf16")),
+        (160, MaskKind.FULL, PAGES16, SWAP_AB_ROWS[0], ("bf16", "bf16")),
+        (96, MaskKind.SLIDING_WINDOW, PAGES16, splitting.ROWS, ("bf16", "bf16")),
+        (160, MaskKind.DRAFT, ROWS, splitting.ROWS, ("bf16", "bf16")),
+        ((192, 128), MaskKind.DRAFT, PAGES16, SWAP_AB_ROWS[0], ("bf16", "bf16")),
+        ((192, 128), MaskKind.FULL, PAGES16, splitting.ROWS, ("bf16", "bf16")),
     ]
     # V has fewer columns than K: every kernel, both fetches and each mask.
     unequal = [
@@ -250,7 +262,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
             for dim, rows in itertools.product((64, 128, 256), (MOST_ROWS_IN_REGISTERS, SWAP_AB_ROWS[0]))
         ),
         *(
-            DecodeConfig("sm_90a", *types, dim, dim, mask, *fetch, KvType.NVFP4, rows)
+            DecodeConfig("sm_90a", *types, *_dims(dim), mask, *fetch, KvType.NVFP4, rows)
             for dim, mask, fetch, rows, types in nvfp4
         ),
     ]
@@ -311,17 +323,16 @@ def covering_sm120_decode_configs() -> list[DecodeConfig | MlaConfig]:
         ("bf16", 64, full, ROWS, KvType.NVFP4, 8),
         ("fp16", 128, window, PAGES16, KvType.NVFP4, 8),
         ("bf16", 256, draft, PAGES64, KvType.NVFP4, 8),
+        ("bf16", 80, draft, ROWS, KvType.NVFP4, 8),
+        ("bf16", 160, window, PAGES16, KvType.NVFP4, 8),
+        ("bf16", (192, 128), window, ROWS, KvType.WIDE, 16),
+        ("bf16", (192, 128), draft, PAGES16, KvType.E4M3, 8),
     ]
     latent = [((576, 512), PAGES64), ((576, 512), TOPK), ((320, 256), ROWS), ((512, 512), TOPK)]
-    unequal = [(window, ROWS, KvType.WIDE, 16), (draft, PAGES16, KvType.E4M3, 8)]
     return [
         *(
-            Sm120DecodeConfig("sm_120a", dtype, dtype, dim, dim, mask, *fetch, kv_type, rows)
+            Sm120DecodeConfig("sm_120a", dtype, dtype, *_dims(dim), mask, *fetch, kv_type, rows)
             for dtype, dim, mask, fetch, kv_type, rows in chosen
-        ),
-        *(
-            Sm120DecodeConfig("sm_120a", "bf16", "bf16", 192, 128, mask, *fetch, *kind)
-            for mask, fetch, *kind in unequal
         ),
         *(
             Sm120MlaConfig(
