@@ -134,8 +134,10 @@ def xqa_batch_decode_with_kv_cache(
             as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the device.
-            The call does not read the tensor, so a negative value there makes the output NaN instead of an error.
-        bmm2_scale: factor on the output, in the same forms.
+            The call does not read the tensor, so a negative value there makes the output NaN instead of an error. With
+            an 8-bit or NVFP4 cache also a float32 tensor [num_kv_heads] on the device: each KV head has its own scale,
+            the product of the softmax scale and the head's ``k_scale``.
+        bmm2_scale: factor on the output, in the same forms; of each KV head with its ``v_scale``.
         window_left: keys to the left of its own key that a row sees, 0 or more; -1 means all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
             in the dtype of query, or float8_e4m3fn (saturating) with a float8_e4m3fn or NVFP4 cache; None allocates.
@@ -288,7 +290,8 @@ def trtllm_batch_decode_with_kv_cache(
             beyond the capacity of ``block_tables`` counts as that capacity. A length that is negative as int32 counts
             as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
-        bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
+        bmm1_scale: factor on q k^T in natural units, a float, a one-element float32 tensor, or float32 [num_kv_heads]
+            as there.
         bmm2_scale: factor on the output, in the same forms.
         window_left: keys to the left of its own key that a row sees; -1 means all of them.
         out: [tokens, num_heads, head_dim] to write into; None allocates.

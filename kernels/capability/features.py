@@ -219,7 +219,11 @@ _PREFILL_NVFP4_PAGE_SIZES = _PREFILL.row(
     *_over("page_size", (4, 12, 1056), kv=UINT8),
 )
 _DECODE_MULTIPLES = tuple((qk, v) for qk, v in DECODE_HEAD_DIMS if qk == v <= 256)
-_DECODE_UNEQUAL_HEAD_DIMS = tuple((qk, v) for qk, v in DECODE_HEAD_DIMS if qk != v)
+(_NARROWER_V,) = ((qk, v) for qk, v in DECODE_HEAD_DIMS if qk != v)
+_DECODE_UNEQUAL, _DECODE_LARGE = (
+    [dict(dims=dims), *_over("kv", (FP8, INT8), dims=dims)] for dims in (_NARROWER_V, (512, 512))
+)
+_HEAD_SCALES = _over("kv", (FP8, INT8, UINT8), head_scales=True)
 _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
     "nvfp4_head_dim",
     "head dims",
@@ -228,20 +232,8 @@ _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
 )
 _DECODE_KNOWN_HEAD_DIMS = (
     _DECODE.row("head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dims", _DECODE_MULTIPLES)),
-    _DECODE.row(
-        "unequal_head_dim",
-        "head dims",
-        f"{_joined(_DECODE_UNEQUAL_HEAD_DIMS)} (QK/V)",
-        *_over("dims", _DECODE_UNEQUAL_HEAD_DIMS),
-        *(dict(dims=dims, kv=kv) for dims in _DECODE_UNEQUAL_HEAD_DIMS for kv in (FP8, INT8)),
-    ),
-    _DECODE.row(
-        "large_head_dim",
-        "head dims",
-        "head dim 512",
-        dict(dims=(512, 512)),
-        *_over("kv", (FP8, INT8), dims=(512, 512)),
-    ),
+    _DECODE.row("unequal_head_dim", "head dims", f"{_joined((_NARROWER_V,))} (QK/V)", *_DECODE_UNEQUAL),
+    _DECODE.row("large_head_dim", "head dims", "head dim 512", *_DECODE_LARGE),
 )
 _MLA_HEAD_DIMS = _MLA.row("head_dim", "head dims", f"{_joined(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS))
 _MLA_SPARSE_HEAD_DIM = _MLA.row(
@@ -375,6 +367,7 @@ ENTRIES: dict[str, Entry] = {
             _DECODE.mask(MaskKind.SLIDING_WINDOW),
             _DECODE.sinks,
             _DECODE.tensor_scales,
+            _DECODE.row("head_scales", "extras", "scales of each KV head of an 8-bit or NVFP4 cache", *_HEAD_SCALES),
         ),
     ),
     MLA: Entry(

@@ -116,17 +116,19 @@ def decode(
     q_len: int = 1,
     mask: MaskKind = MaskKind.FULL,
     tensor_scales: bool = False,
+    head_scales: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
     """Return a decode problem with ``q_len`` new tokens of each request."""
-    tokens = BATCH * q_len
+    tokens, scales = BATCH * q_len, KV_HEADS if head_scales else 1
     return _problem(
         _empty(tokens, HEADS, dims[0], dtype=query),
         q_len,
         Mask(mask),
         out=None if out is None else _empty(tokens, HEADS, dims[1], dtype=out),
         dcp_rank=_dcp_rank_of(Mask(mask)),
-        softmax_scale=_empty(1) if tensor_scales else 1.0,
+        softmax_scale=_empty(scales) if tensor_scales or head_scales else 1.0,
+        output_scale=_empty(scales) if head_scales else 1.0,
         scratch=_empty(1, dtype=UINT8),
         family=Family.DECODE,
         **_cache(dims, kv, page_size),
@@ -198,9 +200,10 @@ def _out_dtype(problem: AttentionProblem) -> torch.dtype:
     return problem.query.dtype if problem.out is None else problem.out.dtype
 
 
-def _has_tensor_scale(problem: Any) -> bool:
+def _tensor_scales(problem: Any) -> list[torch.Tensor]:
     names = ("softmax_scale", "output_scale", "output_factor", "k_scale", "v_scale")
-    return any(isinstance(getattr(problem, name, None), torch.Tensor) for name in names)
+    found = (getattr(problem, name, None) for name in names)
+    return [scale for scale in found if isinstance(scale, torch.Tensor)]
 
 
 # For each argument of a probe: whether a problem has what a value of the argument asks for.
@@ -217,7 +220,8 @@ _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
     alibi=lambda problem, yes: problem.score.kind.has_slopes,
     soft_cap=lambda problem, cap: problem.score.kind.caps,
     skip_softmax=lambda problem, factor: problem.skip_softmax > 0,
-    tensor_scales=lambda problem, yes: _has_tensor_scale(problem),
+    tensor_scales=lambda problem, yes: bool(_tensor_scales(problem)),
+    head_scales=lambda problem, yes: any(scale.numel() > 1 for scale in _tensor_scales(problem)),
     sinks=lambda problem, sinks: problem.sinks is not None,
     lse=lambda problem, yes: problem.lse is not None,
     statistics=lambda problem, yes: problem.statistics is not None,

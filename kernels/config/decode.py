@@ -151,6 +151,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
         short_leaves: whether leaves have the length of the smallest row count's leaves. Ragged drafts have short
             leaves, so that the bits of a request are independent of the caller's bound of new tokens while its kernels
             have a tree.
+        k_head_scales, v_head_scales: whether the softmax scale, or the output scale, has one value for each KV head.
     """
 
     family: ClassVar[Family] = Family.DECODE
@@ -162,6 +163,8 @@ class DecodeConfig(SplitKeys, KernelConfig):
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS
     short_leaves: bool = field(default=False, kw_only=True)
+    k_head_scales: bool = field(default=False, kw_only=True)
+    v_head_scales: bool = field(default=False, kw_only=True)
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
@@ -232,7 +235,12 @@ class DecodeConfig(SplitKeys, KernelConfig):
             return replace(tile, m=self.rows, kv_stages=power_of_two_in(stages))
         eight_bit_tiles = _DEQUANTIZED_TILES if self.dequantizes_in_place else _EIGHT_BIT_TILES
         tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, eight_bit_tiles)
-        return replace(tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)], m=self.rows)
+        tile = tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
+        if self.dequantizes_in_registers and (self.k_head_scales or self.v_head_scales):
+            # Loaders and combine need a few registers more (by machine code of drafts over e4m3, 2026-11-26).
+            more = dict(producer_registers=48, consumer_registers=184, combine_registers=96)
+            tile = _with_larger_combine(tile) if self.copies_scales else replace(tile, **more)
+        return replace(tile, m=self.rows)
 
     @property
     def chunk_tokens(self) -> int:
@@ -266,6 +274,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
     def name(self) -> str:
         kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
         kind += [f"rows{self.rows}"] * (self.rows != ROWS) + ["short_leaves"] * self.short_leaves
+        kind += ["k_head_scales"] * self.k_head_scales + ["v_head_scales"] * self.v_head_scales
         return self._named(kind)
 
 
@@ -298,8 +307,17 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
     unfetched = kind(*common, *paged_fetches(1)[0], kv_type, rows)
     fetch = kv_fetch(problem, unfetched.tile.n)
     config = kind(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
+    k_scales, v_scales = (_has_head_scales(scale) for scale in (problem.softmax_scale, problem.output_scale))
+    if (k_scales or v_scales) and kv_type is KvType.WIDE:
+        raise NotImplementedError(f"scales of each KV head have no decode kernel on {arch} with a 16-bit cache")
+    config = replace(config, k_head_scales=k_scales, v_head_scales=v_scales)
     short = replace(config, short_leaves=problem.q_offsets is not None and config.has_tree)
     return short if short.leaf_tiles < config.leaf_tiles else config
+
+
+def _has_head_scales(scale: float | torch.Tensor) -> bool:
+    """Whether each KV head has its own scale."""
+    return isinstance(scale, torch.Tensor) and scale.numel() > 1
 
 
 def _joined(dims: tuple[int, int]) -> str:

@@ -52,6 +52,13 @@ def needed(q_len: int = 1) -> int:
 
 
 class TestProblem:
+    def test_scales_of_each_head_stay_on_the_device(self, launched: Problems) -> None:
+        k_scales, v_scales = torch.rand(KV_HEADS), torch.rand(KV_HEADS)
+        for name in ("fp8-HND", "nvfp4"):
+            xqa(name, bmm1_scale=k_scales, bmm2_scale=v_scales)
+        assert [problem.softmax_scale.data_ptr() for problem in launched] == [k_scales.data_ptr()] * 2
+        assert [problem.output_scale.data_ptr() for problem in launched] == [v_scales.data_ptr()] * 2
+
     def test_one_token_per_request(self, launched: Problems) -> None:
         arguments = form(XQA, "stacked-NHD")
         FUNCTIONS[XQA](**arguments)
@@ -197,6 +204,17 @@ class TestWorkspace:
 
 
 class TestRefusals:
+    def test_scales_of_each_head(self) -> None:
+        """A tensor has one element, or one for each KV head of a dequantized cache; ``o_scale`` has one."""
+        for name in ("bmm1_scale", "bmm2_scale"):
+            text = rf"^{name} as a tensor must have one element, or the shape \(num_kv_heads,\) = \({KV_HEADS},\), got"
+            for scale in (torch.ones(KV_HEADS + 1), torch.ones(1, KV_HEADS), torch.ones(HEADS)):
+                refused(XQA, ValueError, text, "fp8-HND", **{name: scale})
+            refused(XQA, ValueError, f"^{name} must be contiguous", "fp8-HND", **{name: torch.ones(2 * KV_HEADS)[::2]})
+            refused(XQA, TypeError, f"^{name} as a tensor must be torch.float32", "fp8-HND", **{name: data(KV_HEADS)})
+            refused(XQA, ValueError, f"^{name} as a tensor must have one element, got", **{name: torch.ones(KV_HEADS)})
+        refused(XQA, ValueError, "^o_scale as a tensor must have one element", "fp8-HND", o_scale=torch.ones(KV_HEADS))
+
     def test_head_dims(self) -> None:
         text = r"^query must have a head_dim that is a multiple of 16 up to 256, or 512, got "
         for dim in (0, 8, 40, 528):

@@ -178,6 +178,12 @@ RARER = [
     PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
     PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 8, uneven_pages=True),
 ]
+# Scales of each KV head: every kernel over dequantized caches.
+HEAD_SCALES = [
+    replace(config, k_head_scales=True, v_head_scales=True)
+    for config in (*COVERING_DECODE, *COVERING_SM120_DECODE)
+    if re.search(r"_90a_bf16_d128_draft_kv_(e4m3|nvfp4).*pages16$|_120a_bf16_d128_draft_kv_e4m3", config.name)
+]
 CONFIGS: list[KernelConfig] = [
     *PREFILL,
     *RARER,
@@ -189,6 +195,7 @@ CONFIGS: list[KernelConfig] = [
     *COVERING_DECODE,
     *COVERING_MLA,
     *COVERING_SM120_DECODE,
+    *HEAD_SCALES,
     *SM120_ON_BLACKWELL,
     *BLACKWELL,
 ]

@@ -127,6 +127,8 @@ class TestShipped:
             rows=SWAP_AB_ROWS[0],
             uneven_pages=True,
             short_leaves=True,
+            k_head_scales=True,
+            v_head_scales=True,
         )
         assert set(others) == {field.name for field in fields(DecodeConfig)}
         for field, value in others.items():
@@ -277,6 +279,13 @@ class TestResolve:
             assert replace(config, out_dtype="bf16") in of_dim(dim, kv_type)
             assert config.out_dtype == ("bf16" if out is None else "e4m3")
 
+    def test_scales_of_each_head(self) -> None:
+        one, two = (empty(count, dtype=torch.float32) for count in (1, 2))
+        for k_scale, v_scale in itertools.product((0.5, one, two), repeat=2):
+            options = dict(dtype=torch.float8_e4m3fn, query=empty(60, 4, 128))
+            config = resolve_decode(problem(softmax_scale=k_scale, output_scale=v_scale, **options), ARCH)
+            assert (config.k_head_scales, config.v_head_scales) == (k_scale is two, v_scale is two)
+
     def test_output_of_the_other_dtype(self) -> None:
         config = resolve_decode(problem(out=empty(60, 4, 128, dtype=torch.float16)), ARCH)
         assert (config.dtype, config.out_dtype) == ("bf16", "fp16")
@@ -315,6 +324,12 @@ class TestRefusals:
             assert (
                 f"mask {kind.value} has no decode kernel on sm_90a for up to {q_len} new tokens; supported" in message
             )
+
+    def test_scales_of_each_head_of_a_16_bit_cache(self) -> None:
+        scales = empty(2, dtype=torch.float32)
+        for name in ("softmax_scale", "output_scale"):
+            message = self.refusal(problem(**{name: scales}))
+            assert message == "scales of each KV head have no decode kernel on sm_90a with a 16-bit cache"
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     def test_other_dtypes(self, dtype: torch.dtype) -> None:

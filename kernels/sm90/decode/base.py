@@ -23,7 +23,7 @@ from hopwell.kernels.parts.core.device import load_output_scale, load_scale, sha
 from hopwell.kernels.parts.core.kernel import AttentionKernel
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.rows.mask import IntervalMask, mask_type
-from hopwell.kernels.parts.rows.packed import PackedRows
+from hopwell.kernels.parts.rows.packed import HeadScales, PackedRows
 from hopwell.kernels.sm90.common.dequant import Conversion
 from hopwell.kernels.sm90.common.kernel import K_WARP, SCHEDULE_WARP, V_WARP
 
@@ -130,7 +130,9 @@ class DecodeKernel(AttentionKernel):
     ) -> None:
         """Run the consumer warpgroups."""
         self.set_registers(self.tile.consumer_registers)
-        scale = load_scale(addresses.softmax_scale, softmax_scale)
+        scale = softmax_scale
+        if const_expr(not self.config.k_head_scales):
+            scale = load_scale(addresses.softmax_scale, softmax_scale)
         softmax = self.softmax(scale)
         output_scale = self.output_scale(addresses, output_scale, output_factor)
         parts = dict(kernel=self, tiles=tiles, rings=rings, work_queue=work_queue, mask=mask, softmax=softmax)
@@ -163,8 +165,11 @@ class DecodeKernel(AttentionKernel):
         return None
 
     def output_scale(self, addresses: Addresses, output_scale, output_factor):
-        """Return the factor of the output."""
-        return load_output_scale(addresses, output_scale) * load_scale(addresses.output_factor, output_factor)
+        """Return the factor of the output, for each KV head if heads have scales."""
+        c, factor = self.config, load_scale(addresses.output_factor, output_factor)
+        if c.k_head_scales or c.v_head_scales:
+            return HeadScales(output_scale * factor, c.k_head_scales, c.v_head_scales)
+        return load_output_scale(addresses, output_scale) * factor
 
     @cute.jit
     def load_all_q(self, addresses, geometry, tiles, rings, work_queue):

@@ -138,6 +138,11 @@ class DequantProducts:
         if self.kernel.dtype is not BFloat16:
             self.row_factor.fill(2.0**-self.exponent)
 
+    def scale_scores(self, scale) -> None:
+        """Multiply the scores of the loaded Q by ``scale``."""
+        for i in range(cute.size(self.row_factor)):
+            self.row_factor[i] = self.row_factor[i] * scale
+
     def _to_float16(self, words: list, product: int) -> list:
         """Return row g of a product, scaled by a power of two of its own."""
         values = [half for word in words for half in copy.unpack_bf16_x2(word)]
@@ -174,7 +179,7 @@ class DequantProducts:
                         halves = [words[2 * step : 2 * step + 2] for words in wide]
                         self._multiply(scores, halves, depth)
                         depth += 1
-        if self.kernel.dtype is BFloat16 or self.exponent != 0:
+        if self.kernel.dtype is BFloat16 or self.exponent != 0 or self.kernel.config.k_head_scales:
             for r in range(scores.rows):
                 for c in range(scores.columns):
                     scores.set(r, c, scores.get(r, c) * self.row_factor[r])

@@ -249,6 +249,8 @@ class DequantWarps:
         mine = WarpKeys.of(count, products, self.kernel)
         q_ring.wait_full(work)
         operands.load_q(q_ring.stage(work), mine.first_row)
+        if const_expr(self.kernel.config.k_head_scales):
+            operands.scale_scores(self.logits.head_scale(tile))
         cute.arch.sync_warp()
         q_ring.release(work)
         softmax.reset()

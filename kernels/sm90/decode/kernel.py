@@ -25,7 +25,7 @@ from hopwell.kernels.sm90.common.operands import Operands
 from hopwell.kernels.sm90.decode.base import DecodeKernel, argument_types
 from hopwell.kernels.sm90.decode.dequant_warps import DequantCombine, DequantWarps, Exchange
 from hopwell.kernels.sm90.decode.loads import KvLoads
-from hopwell.kernels.sm90.decode.rows import SplitKvRows
+from hopwell.kernels.sm90.decode.rows import HeadScores, SplitKvRows
 
 
 class DecodeSm90(DecodeKernel):
@@ -106,6 +106,8 @@ class DecodeSm90(DecodeKernel):
             return
         rows = SplitKvRows(self, parts["rings"], parts["softmax"], output_scale, combine, logits)
         score = ScoreMap(ScoreKind.SCALED, softmax_scale, Float32(0.0), Int32(1))
+        if const_expr(self.config.k_head_scales):
+            score = HeadScores()
         turns = self.config.consumer_warpgroups
         attend = Attend(
             **parts, score=score, rows=rows, main_loop=MainLoop(), operands=Operands, ping_pong_warpgroups=turns

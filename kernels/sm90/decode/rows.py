@@ -1,5 +1,6 @@
 """Rows of decode: packed GQA rows, their view of the keys, and their results."""
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -10,7 +11,7 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.partials import Combine
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import device_struct
+from hopwell.kernels.parts.core.device import device_struct, load_float
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.pipeline import Rings
 from hopwell.kernels.parts.partition.split_kv import SplitTile
@@ -27,6 +28,10 @@ class PackedLogits:
     mask: IntervalMask
     addresses: Addresses
     geometry: DecodeGeometry
+
+    def head_scale(self, tile: SplitTile):
+        """Return the softmax scale of the tile's KV head, if each head has one."""
+        return load_float(self.addresses.softmax_scale, tile.kv_head, 1.0)
 
     def logit_row(self, tile: SplitTile, warp_row, fragment: Any = RowFragment) -> LogitRow:
         """Return the rows that a lane holds in a ``fragment`` of scores whose first row is ``warp_row``."""
@@ -45,6 +50,15 @@ class PackedLogits:
 
 
 @device_struct
+class HeadScores:
+    """Scores with a softmax scale of each KV head, which rows hold as their slope. It replaces a ``ScoreMap``."""
+
+    def apply(self, scores, slope, tile_start, positions) -> None:
+        """Multiply the scores by the scale."""
+        scores.scale_rows([slope] * scores.rows)
+
+
+@device_struct
 class SplitKvRows:
     """Packed rows over requests whose keys are split into chunks (split-KV)."""
 
@@ -57,7 +71,10 @@ class SplitKvRows:
 
     def logit_row(self, tile: SplitTile, warp_row) -> LogitRow:
         """Return the rows that a lane holds, of the rows from ``warp_row`` of the tile on."""
-        return self.logits.logit_row(tile, warp_row)
+        row = self.logits.logit_row(tile, warp_row)
+        if self.kernel.config.k_head_scales:
+            row = replace(row, slope=self.logits.head_scale(tile))
+        return row
 
     def own_keys(self, tile: SplitTile, row) -> TileRange:
         """Return the key range of the tile. All rows share one range, because their last visible

@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from hopwell.kernels.config.decode import DecodeConfig
@@ -303,6 +303,8 @@ class LeafAttend:
             self.exchange.meet()
             q_ring.wait_full(work)
             operands.begin(q_ring, work)
+            if const_expr(self.kernel.config.k_head_scales):
+                operands.scale_scores(self.logits.head_scale(tile))
             row = self.logits.logit_row(tile, 0, operands.scores())
             next_leaf = partial(self.main_loop.attend_leaf, self, operands, node, q_ring.stage(work), row)
             step, stored = self.leaves.combine_segment(next_leaf, node, tile, step)
