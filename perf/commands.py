@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hopwell.kernels.hardware import DEFAULT_ARCH
 from hopwell.kernels.support import ARCHS, BLACKWELL
-from hopwell.perf.results import Row, Run
+from hopwell.perf.results import Labels, Row, Run, first_line
 
 if TYPE_CHECKING:
     from hopwell.kernels.registry import Buildable
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console(stderr=True)
-
-LONGEST_FAILURE = 120  # characters
 
 
 def _one_of(archs: Sequence[str]) -> str:
@@ -72,6 +69,57 @@ def sweep(
     deadline = time.monotonic() + limit
     for family, chosen, titles in _chosen(cases, candidates):
         _sweep(family, chosen, titles, Options(out, deadline, resume, host))
+
+
+@app.command()
+def generate(
+    out: Annotated[Path, typer.Option(help="folder for the JSON, Markdown and plot")],
+    cases: Annotated[str, typer.Option(help="names or globs of cases, with commas between them")] = "*",
+    candidates: Annotated[list[str] | None, typer.Option(help="name or glob of candidates; may be repeated")] = None,
+    limit: Annotated[
+        float, typer.Option(min=0, help="seconds after which no case begins; those left are named")
+    ] = math.inf,
+    resume: Annotated[bool, typer.Option(help="keep what the folder has, and measure the cases that it lacks")] = False,
+) -> None:
+    """New tokens per second: transformers' generate_batch, and decode steps of models. Needs a GPU, and transformers.
+
+    Each case takes up to 40 s on an H100, and is written as soon as it is measured.
+    """
+    from hopwell.perf.generate import CASES, LABELS
+
+    deadline, path = time.monotonic() + limit, out / "generate.json"
+    run, known = _begun(LABELS, path, resume), {case.name: case for case in CASES}
+    done = {row.workload for row in run.rows}
+    chosen = [known[name] for name in _matching("case", [*known], cases.split(","))]
+    chosen = [case for case in chosen if case.title not in done]
+    every = dict.fromkeys(title for case in CASES for title in case.candidates)
+    titles = _matching("candidate", [*every], candidates or ["*"])
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    left = []
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=sum(len(titles & case.candidates.keys()) for case in chosen))
+        for case in chosen:
+            if time.monotonic() >= deadline:
+                left.append(case.name)
+                continue
+            of_case = [title for title in case.candidates if title in titles]
+            rows = case.measure(of_case, lambda step: progress.update(task, advance=1, description=step))
+            run.rows += rows
+            run.write(path)
+            figures = (
+                f"{row.candidate} {row.rate:.0f}" if row.rate else f"{row.candidate} {row.failure}" for row in rows
+            )
+            progress.print(f"{case.title}: {', '.join(figures)}", highlight=False, markup=False)
+    run.save(path)
+    console.print(f"{path} and its .md and .png", highlight=False)
+    if left:
+        console.print(f"left out, as the limit had passed: {','.join(left)}", highlight=False)
 
 
 @app.command("compile")
@@ -221,12 +269,9 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], opt
 
     from hopwell.perf.measure import first_call_milliseconds, host_microseconds
 
-    run, path = Run.here(family.labels), options.out / f"{family.labels.family.lower()}.json"
-    if options.resume and path.exists():
-        try:
-            run = run.resumes(Run.load(path))
-        except ValueError as difference:
-            raise typer.BadParameter(f"{path} cannot be resumed: {difference}") from None
+    path = options.out / f"{family.labels.family.lower()}.json"
+    run = _begun(family.labels, path, options.resume)
+    if options.resume:
         cases = [case for case in cases if case.title not in {row.workload for row in run.rows}]
     left = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -260,6 +305,17 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], opt
         console.print(f"left out, as the limit had passed: {','.join(left)}", highlight=False)
 
 
+def _begun(labels: Labels, path: Path, resume: bool) -> Run:
+    """Return a new run, or the run at ``path``."""
+    run = Run.here(labels)
+    if resume and path.exists():
+        try:
+            run = run.resumes(Run.load(path))
+        except ValueError as difference:
+            raise typer.BadParameter(f"{path} cannot be resumed: {difference}") from None
+    return run
+
+
 def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Callable[[str], None]) -> list[Row]:
     import torch
 
@@ -285,9 +341,9 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
             else:
                 row.failure = "wrong result"
         except NotImplementedError as refusal:
-            row.failure = _first_line("not served", refusal)
+            row.failure = first_line("not served", refusal)
         except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
-            row.failure = _first_line(type(failure).__name__, failure)
+            row.failure = first_line(type(failure).__name__, failure)
         advance(f"{case.name}: {title}")
     times = interleaved(calls)
     for title in calls.keys() - times.keys():
@@ -298,11 +354,6 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
         rows[title].milliseconds, rows[title].rate = milliseconds, case.work / milliseconds * 1e3 / family.unit_size
     advance(f"{case.name}: timed")
     return list(rows.values())
-
-
-def _first_line(what: str, failure: Exception) -> str:
-    first_line = str(failure).strip().partition("\n")[0]
-    return shorten(f"{what}: {first_line}", LONGEST_FAILURE, placeholder=" ...")
 
 
 if __name__ == "__main__":

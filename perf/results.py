@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from hopwell.perf import MissingError, colors, schema
@@ -24,6 +25,7 @@ PACKAGES = (
     "sglang-kernel",
     "nvidia-cudnn-frontend",
 )
+LONGEST_FAILURE = 120  # characters
 SETTINGS = ("HOPWELL_KERNELS",)  # environment variables that change the measured kernels
 
 
@@ -58,6 +60,12 @@ class Row:
     error: float | None = None  # relative, against float64
     failure: str | None = None  # the reason for missing figures
     remark: str = ""  # on the computation
+
+
+def first_line(what: str, failure: Exception) -> str:
+    """Return the reason for missing figures."""
+    line = str(failure).strip().partition("\n")[0]
+    return shorten(f"{what}: {line}", LONGEST_FAILURE, placeholder=" ...")
 
 
 @dataclass

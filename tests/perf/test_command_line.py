@@ -90,6 +90,6 @@ def test_options(arguments: list[str], message: str) -> None:
 def test_help_says_which_command_needs_a_gpu() -> None:
     commands_of = {command.name or command.callback.__name__: command for command in commands.app.registered_commands}
     needs = {name for name, command in commands_of.items() if "Needs a GPU" in (command.callback.__doc__ or "")}
-    assert needs == {"sweep"}
+    assert needs == {"sweep", "generate"}
     others = {name for name, command in commands_of.items() if "needs no GPU" in (command.callback.__doc__ or "")}
     assert needs | others == set(commands_of)
