@@ -78,9 +78,7 @@ class BatchCase:
     @property
     def title(self) -> str:
         load = self.load
-        prompts = (
-            f"{load.requests} prompts of {load.shortest} to {load.longest} tokens, {load.new_tokens} new ones each"
-        )
+        prompts = f"{load.requests} prompts, {load.shortest} to {load.longest} tokens, {load.new_tokens} new each"
         return f"{self.name}: generate_batch, {self.model}, {prompts}"
 
     def measure(self, titles: Sequence[str], advance: Callable[[str], None], device: str = "cuda") -> list[Row]:
