@@ -19,6 +19,8 @@ MODEL_OPTIONS: dict[str, tuple[object, str]] = {
     "page_size": (16, "tokens of a page (default: %s)"),
     "kv_dtype": ("auto", "dtype of the KV cache, such as fp8_e4m3 or nvfp4 (default: %s, the model's)"),
     "query_dtype": ("auto", "dtype of the queries (default: %s, the model's)"),
+    "out_dtype": ("auto", "dtype of the outputs, such as fp8_e4m3 or nvfp4 (default: %s, 16 bits)"),
+    "skip_softmax": (False, "prefill calls have a threshold of skip-softmax"),
     "max_drafts": (0, "most draft tokens of a decode request (default: %s)"),
     "tensor_parallel": (1, "ranks that share the heads of a layer (default: %s)"),
     "context_parallel": (1, "ranks that share the keys of a request in decode (default: %s)"),
@@ -41,10 +43,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="CONFIG", help="config.json of a model: only the kernels of its calls")
     for name, (default, meaning) in MODEL_OPTIONS.items():
         option, number = f"--{name.replace('_', '-')}", isinstance(default, int)
-        metavar = "N" if number else "DTYPE"
-        parser.add_argument(
-            option, type=int if number else str, metavar=metavar, help=f"with --model: {meaning % default}"
-        )
+        form: dict[str, Any] = dict(type=int if number else str, metavar="N" if number else "DTYPE")
+        if isinstance(default, bool):
+            form = dict(action="store_true", default=None)
+        parser.add_argument(option, **form, help=f"with --model: {meaning % default if '%s' in meaning else meaning}")
     parser.add_argument("--kernel", nargs="+", metavar="TEXT", help="these kernels, as HOPWELL_JIT=forbid names them")
     parser.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")
 

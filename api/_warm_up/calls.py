@@ -37,6 +37,8 @@ class Serving:
         query: dtype of the queries as attention gets them.
         dtype: 16-bit dtype of the model, in which new keys and values come.
         kv: dtype of the cache; uint8 is NVFP4, and fp8_ds_mla under MLA.
+        out: dtype of outputs except MLA's; uint8 is NVFP4, which prefill alone has.
+        skip_softmax: whether prefill calls have a threshold of skip-softmax.
         page_size: tokens of a page.
         drafts: most draft tokens of a decode request.
         ranks: ranks that share the keys of a request (decode context parallel).
@@ -46,6 +48,8 @@ class Serving:
     query: torch.dtype
     dtype: torch.dtype
     kv: torch.dtype
+    out: torch.dtype
+    skip_softmax: bool
     page_size: int
     drafts: int
     ranks: int
@@ -63,6 +67,11 @@ class Serving:
     def q_lens(self) -> range:
         """Numbers of new tokens of a decode request: one, and one with each number of drafts."""
         return range(1, self.drafts + 2)
+
+    @property
+    def wide_out(self) -> torch.dtype:
+        """Dtype of outputs of functions without NVFP4 outputs."""
+        return self.dtype if self.out == torch.uint8 else self.out
 
     @property
     def table(self) -> torch.Tensor:
@@ -119,7 +128,9 @@ def _context(layer: Layer, serving: Serving) -> Iterator[Call]:
                 cum_seq_lens_q=serving.ints(0, q_len),
                 cum_seq_lens_kv=serving.ints(0, 1),
                 window_left=layer.window_left,
-                out_dtype=serving.dtype,
+                out_dtype="nvfp4" if serving.out == torch.uint8 else serving.out,
+                o_sf_scale=1.0 if serving.out == torch.uint8 else None,
+                skip_softmax_threshold_scale_factor=1.0 if serving.skip_softmax else None,
                 kv_layout="HND",
                 kv_cache_sf=scales,
             ),
@@ -151,7 +162,8 @@ def _fmha_v2(layer: Layer, serving: Serving) -> Iterator[Call]:
                 cum_seq_lens_q=serving.ints(0, q_len),
                 cum_seq_lens_kv=serving.ints(0, 1),
                 block_tables=serving.table,
-                out_dtype=serving.dtype,
+                out_dtype=serving.wide_out,
+                skip_softmax_threshold_scale_factor=float(serving.skip_softmax),
                 pos_encoding_mode="alibi" if layer.alibi else None,
                 logits_soft_cap_scale=layer.soft_cap or None,
                 mask_mode="causal",
@@ -173,7 +185,7 @@ def _decode(layer: Layer, serving: Serving) -> Iterator[Call]:
         block_tables=serving.table,
         max_seq_len=serving.page_size,
         window_left=layer.window_left,
-        out_dtype=serving.dtype,
+        out_dtype=serving.wide_out,
         kv_layout="HND",
         kv_cache_sf=scales,
     )

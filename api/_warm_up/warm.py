@@ -26,6 +26,7 @@ logger = logging.getLogger("hopwell")
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 QUERY_DTYPES = {"bfloat16": BF16, "float16": FP16, "bf16": BF16, "fp16": FP16, "fp8_e4m3": FP8, "fp8": FP8}
 KV_DTYPES = QUERY_DTYPES | {"int8": torch.int8, "nvfp4": torch.uint8, "fp8_ds_mla": torch.uint8}
+OUT_DTYPES = QUERY_DTYPES | {"nvfp4": torch.uint8}
 AUTO = "auto"  # the model's dtype
 
 
@@ -43,6 +44,8 @@ def warm_up(
     page_size: int = 16,
     kv_dtype: str | torch.dtype = AUTO,
     query_dtype: str | torch.dtype = AUTO,
+    out_dtype: str | torch.dtype = AUTO,
+    skip_softmax: bool = False,
     max_drafts: int = 0,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
@@ -65,6 +68,10 @@ def warm_up(
         kv_dtype: dtype of the cache: "auto" (the model's), "bfloat16", "float16", "fp8_e4m3", "int8", "nvfp4" or
             "fp8_ds_mla" (MLA rows of 656 bytes), or a torch.dtype.
         query_dtype: dtype of the queries: "auto" (the model's), "bfloat16", "float16" or "fp8_e4m3", or a torch.dtype.
+        out_dtype: dtype of the outputs: "auto" (the queries' if it has 16 bits, else the model's), "bfloat16",
+            "float16", "fp8_e4m3" or "nvfp4", or a torch.dtype. Only ``trtllm_batch_context_with_kv_cache`` has NVFP4
+            outputs; the other calls then have the model's dtype.
+        skip_softmax: whether prefill calls have a ``skip_softmax_threshold_scale_factor``.
         max_drafts: most draft tokens of a decode request (speculative decoding).
         tensor_parallel: ranks that share the heads of each layer.
         context_parallel: ranks that share the keys of each request in decode (DCP).
@@ -90,6 +97,8 @@ def warm_up(
         page_size=page_size,
         kv_dtype=kv_dtype,
         query_dtype=query_dtype,
+        out_dtype=out_dtype,
+        skip_softmax=skip_softmax,
         max_drafts=max_drafts,
         tensor_parallel=tensor_parallel,
         context_parallel=context_parallel,
@@ -108,6 +117,8 @@ def kernels_of(
     page_size: int,
     kv_dtype: str | torch.dtype,
     query_dtype: str | torch.dtype,
+    out_dtype: str | torch.dtype,
+    skip_softmax: bool,
     max_drafts: int,
     tensor_parallel: int,
     context_parallel: int,
@@ -124,15 +135,20 @@ def kernels_of(
     if query_dtype == AUTO and dtype not in checks.SIXTEEN_BIT:
         raise ValueError(f"query_dtype must be given for a model of {found.dtype}, got 'auto'")
     query = _dtype("query_dtype", query_dtype, QUERY_DTYPES, dtype)
+    wide = query if query in checks.SIXTEEN_BIT else dtype
     serving = Serving(
         query=query,
-        dtype=query if query in checks.SIXTEEN_BIT else dtype,
+        dtype=wide,
         kv=_dtype("kv_dtype", kv_dtype, KV_DTYPES, query),
+        out=_dtype("out_dtype", out_dtype, OUT_DTYPES, wide),
+        skip_softmax=checks.flag("skip_softmax", skip_softmax),
         page_size=checks.host_int("page_size", page_size, 1),
         drafts=checks.host_int("max_drafts", max_drafts),
         ranks=checks.host_int("context_parallel", context_parallel, 1),
         device=torch.device("cpu" if arch is not None else device or ("cuda" if torch.cuda.is_available() else "cpu")),
     )
+    if any(isinstance(layer, LatentLayer) for layer in found.layers):
+        _check_latent(serving)
     ranks = checks.host_int("tensor_parallel", tensor_parallel, 1)
     layers = [_shard(layer, ranks) for layer in found.layers]
     refused = [f"hopwell has no kernels for layers of type {kind!r}" for kind in found.others]
@@ -143,6 +159,14 @@ def kernels_of(
             configs |= of_layer
             refused += lines
     return Kernels(tuple(configs.values()), tuple(dict.fromkeys(refused)))
+
+
+def _check_latent(serving: Serving) -> None:
+    """Refuse what the functions of MLA do not have."""
+    if serving.out != serving.dtype:
+        raise ValueError(f"out_dtype must be 'auto' or {serving.dtype} for a model with MLA, got {serving.out}")
+    if serving.skip_softmax:
+        raise ValueError("skip_softmax must be False for a model with MLA, got True")
 
 
 def _dtype(name: str, value: Any, names: dict[str, torch.dtype], auto: torch.dtype) -> torch.dtype:

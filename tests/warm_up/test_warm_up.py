@@ -69,9 +69,8 @@ class Engine:
             len(q_lens),
             starts,
             starts,
-            out_dtype=self.dtype,
             kv_layout="NHD",
-            **given,
+            **{"out_dtype": self.dtype, **given},
         )
 
     def decode(self, batch: int, q_len: int = 1, masked: bool = False, **given: Any) -> None:
@@ -86,8 +85,7 @@ class Engine:
             kv_layout="NHD",
             q_len_per_req=q_len,
             mask=torch.zeros(batch, q_len, 2, dtype=torch.uint16) if masked else None,
-            out_dtype=self.dtype,
-            **given,
+            **{"out_dtype": self.dtype, **given},
         )
 
     def append(self, tokens: int) -> None:
@@ -199,6 +197,26 @@ class TestCalls:
         monkeypatch.setenv("HOPWELL_JIT", "forbid")
         calls_of_llama(Engine(LLAMA, kv, page_size, query), 8)
 
+    @pytest.mark.parametrize("out_dtype", ["fp8_e4m3", "nvfp4"])
+    def test_narrow_outputs(self, out_dtype: str, compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        hopwell.warm_up(LLAMA, page_size=64, kv_dtype="fp8", query_dtype="fp8", out_dtype=out_dtype, jobs=1)
+        monkeypatch.setenv("HOPWELL_JIT", "forbid")
+        engine = Engine(LLAMA, FP8, 64, FP8)
+        wide = dict(out_dtype=FP8) if out_dtype == "fp8_e4m3" else {}
+        for q_lens in ([1], [5, 1, 700], [64, 64], [300, 300]):
+            engine.context(q_lens, **wide or dict(out_dtype="nvfp4", o_sf_scale=0.5))
+        engine.decode(3, **wide)
+        engine.append(3)
+
+    def test_skip_softmax(self, compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        hopwell.warm_up(LLAMA, page_size=64, skip_softmax=True, jobs=1)
+        monkeypatch.setenv("HOPWELL_JIT", "forbid")
+        engine = Engine(LLAMA, BF16, 64)
+        for q_lens in ([1], [5, 1, 700], [64, 64], [300, 300]):
+            engine.context(q_lens, skip_softmax_threshold_scale_factor=50.0)
+        engine.decode(3)
+        engine.append(3)
+
     def test_windows_and_sinks(self, compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
         hopwell.warm_up(GPT_OSS, page_size=64, jobs=1)
         monkeypatch.setenv("HOPWELL_JIT", "forbid")
@@ -307,6 +325,11 @@ def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     assert all("sm_120a_fp16" in name for name in names)
     assert main(["compile", "--list", *selection, "--match", "^decode"]) == 0
     assert capsys.readouterr().out.splitlines() == [name for name in names if name.startswith("decode")]
+    narrow = ["--query-dtype", "fp8_e4m3", "--out-dtype", "nvfp4", "--skip-softmax", "--match", "^prefill"]
+    assert main(["compile", "--list", *selection, *narrow]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert names
+    assert all("to_nvfp4" in name and "skip" in name for name in names)
 
 
 class TestModels:
@@ -374,6 +397,14 @@ class TestArguments:
             (dict(page_size=0), ValueError, r"page_size must be in \[1, .*got"),
             (dict(kv_dtype="fp4"), ValueError, "kv_dtype must be one of 'auto', 'bfloat16'"),
             (dict(query_dtype=torch.int8), ValueError, "query_dtype must be one of torch.bfloat16, .*got torch.int8"),
+            (dict(out_dtype="int8"), ValueError, "out_dtype must be one of 'auto', 'bfloat16'.*got str 'int8'"),
+            (dict(skip_softmax=1), TypeError, "skip_softmax must be"),
+            (
+                dict(model=DEEPSEEK, out_dtype="nvfp4"),
+                ValueError,
+                "out_dtype must be 'auto' or .* with MLA",
+            ),
+            (dict(model=DEEPSEEK, skip_softmax=True), ValueError, "skip_softmax must be False for a model with MLA"),
             (dict(tensor_parallel=3), ValueError, "tensor_parallel must divide the 8 query heads of a layer, got 3"),
             (dict(arch="sm_80"), ValueError, "arch must be one of 'sm_90a'"),
             (dict(arch="sm_90a", device="cpu"), ValueError, "device must be None with arch='sm_90a'"),
