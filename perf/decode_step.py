@@ -100,7 +100,7 @@ class Decoder:
         out_dim = s.heads * (NOPE if s.rank else s.head_dim)
         in_dim = s.heads * (NOPE + ROTARY) if s.rank else s.heads * s.head_dim
         keys = s.head_dim if s.rank else 2 * s.kv_heads * s.head_dim
-        self.layers = [
+        self.layers: list[dict[str, Any]] = [
             dict(
                 qkv=weight(in_dim + keys, s.hidden),
                 output=weight(s.hidden, out_dim),
@@ -143,7 +143,7 @@ def hopwell_attention(shape: Shape, cache: Cache) -> Callable[..., torch.Tensor]
         hopwell.append_paged_kv_cache_with_slot_mapping(
             key, value, cache.slots, data, "NHD", kv_cache_sf=scales, v_scale_layout="linear"
         )
-        return hopwell.trtllm_batch_decode_with_kv_cache(
+        out: Any = hopwell.trtllm_batch_decode_with_kv_cache(
             query,
             data,
             workspace,
@@ -156,6 +156,7 @@ def hopwell_attention(shape: Shape, cache: Cache) -> Callable[..., torch.Tensor]
             kv_layout="NHD",
             kv_cache_sf=scales,
         )
+        return out
 
     return attend
 
@@ -167,7 +168,7 @@ def hopwell_mla(shape: Shape, cache: Cache) -> Callable[..., torch.Tensor]:
 
     def attend(index: int, query: Any, key: Any, value: Any, window: int, sinks: Any) -> torch.Tensor:
         rows = _write_latent(cache, index, key)
-        out = hopwell.trtllm_batch_decode_with_kv_cache_mla(
+        out: Any = hopwell.trtllm_batch_decode_with_kv_cache_mla(
             query[:, None],
             rows,
             workspace,

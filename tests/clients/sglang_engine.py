@@ -1,8 +1,9 @@
-"""SGLang's ``ModelRunner`` on a CPU with hopwell as its attention. The import lets SGLang import without its kernels.
+"""SGLang on a CPU with hopwell as its attention. The import lets SGLang import without its kernels.
 
 ``python tests/clients/sglang_engine.py MODEL BACKEND FIRST`` prints the greedy tokens of each prompt as JSON in its
-last line. MODEL is a folder. With FIRST above 0, this many tokens of each prompt are a batch of their own. SGLang keeps
-the settings of a model for the process, so tests start one process for each model.
+last line. MODEL is a folder. FIRST is "engine" for SGLang's ``Engine`` with its scheduler process, or a number for a
+``ModelRunner`` in this process. With a number above 0, this many tokens of each prompt are a batch of their own. SGLang
+keeps the settings of a model for the process, so tests start one process for each model.
 """
 
 from __future__ import annotations
@@ -45,13 +46,8 @@ if torch.version.cuda is None:  # torchvision's extension, which defines them, d
 sys.modules.setdefault("sgl_kernel", _Kernels("sgl_kernel"))
 
 
-def _runner(model: str, backend: str) -> Any:
-    from sglang.benchmark import one_batch
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    one_batch.get_tokenizer = lambda *args, **kwargs: None
-    server_args = one_batch.ServerArgs(
+def _settings(model: str, backend: str) -> dict[str, Any]:
+    return dict(
         model_path=model,
         device="cpu",
         dtype="bfloat16",
@@ -61,9 +57,17 @@ def _runner(model: str, backend: str) -> Any:
         max_running_requests=8,
         context_length=128,
         skip_tokenizer_init=True,
-        disable_radix_cache=True,
         disable_cuda_graph=True,
     )
+
+
+def _runner(model: str, backend: str) -> Any:
+    from sglang.benchmark import one_batch
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    one_batch.get_tokenizer = lambda *args, **kwargs: None
+    server_args = one_batch.ServerArgs(**_settings(model, backend), disable_radix_cache=True)
     server_args.resolve_once()
     one_batch.publish(
         server_args,
@@ -109,5 +113,25 @@ def generate(model: str, backend: str, first: int = 0) -> list[list[int]]:
     return tokens
 
 
+def serve(model: str, backend: str) -> list[list[int]]:
+    """Return the greedy tokens of each prompt from SGLang's ``Engine``. Its processes import this module.
+
+    The prompts come twice. The second time their pages are in the radix cache.
+    """
+    from sglang import Engine
+
+    engine = Engine(**_settings(model, backend), chunked_prefill_size=PAGE_SIZE)
+    greedy = dict(temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    try:
+        first, second = (
+            [list(one["output_ids"]) for one in engine.generate(input_ids=PROMPTS, sampling_params=greedy)]
+            for _ in range(2)
+        )
+    finally:
+        engine.shutdown()
+    return first + second
+
+
 if __name__ == "__main__":
-    print(json.dumps(generate(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    _model, _backend, _first = sys.argv[1:]
+    print(json.dumps(serve(_model, _backend) if _first == "engine" else generate(_model, _backend, int(_first))))

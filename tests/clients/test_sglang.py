@@ -70,11 +70,12 @@ MLA = dict(
     ),
 )
 GQA = dict(num_key_value_heads=2, head_dim=64)
-# Model, sizes, backend, and the tokens of each prompt that are a batch of their own.
-MODELS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+# Model, sizes, backend, and the tokens of each prompt that are a batch of their own, or "engine".
+MODELS: dict[str, tuple[str, dict[str, Any], str, int | str]] = {
     "Llama": ("Llama", GQA, "hopwell", 0),
     "Llama with a cached prefix": ("Llama", GQA, "hopwell", 4),
     "DeepSeek V2": ("DeepseekV2", MLA, "hopwell", 0),
+    "Llama in an Engine": ("Llama", GQA, "hopwell", "engine"),
 }
 
 
@@ -90,9 +91,8 @@ def test_tokens_are_the_model_s(name: str, tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     tokens = json.loads(done.stdout.splitlines()[-1])
     assert all(len(one) == sglang_engine.NEW_TOKENS for one in tokens)
-    differences = [
-        first_difference(model, prompt, one) for prompt, one in zip(sglang_engine.PROMPTS, tokens, strict=True)
-    ]
+    prompts = sglang_engine.PROMPTS * (1 + (first == "engine"))
+    differences = [first_difference(model, prompt, one) for prompt, one in zip(prompts, tokens, strict=True)]
     assert all(steps is None or steps <= TIE for steps in differences), differences
 
 
