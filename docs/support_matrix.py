@@ -62,15 +62,15 @@ ROWS = (
     Row("Append to a bf16, fp16, fp8 or NVFP4 cache", support.APPEND, ("16bit", "fp8_kv", "nvfp4_kv")),
 )
 NOTES = """\
-1. A model, not a measurement, predicts 69 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
+1. A model, not a measurement, predicts 78 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
    ([blackwell.md](docs/kernels/blackwell.md)).
 2. fp8 is no faster than bf16 with this instruction: 0.65 of the bf16 rate on an H200, at 1 x 16384 tokens.
-3. Hopper does not have the block-scaled instruction. A Hopper GPU ran the same kernel with the plain one.
+3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.
 4. The kernel for up to 32 rows (query heads of a KV head times new tokens) dequantises in registers. From 33 rows on,
    and at head dim 512, fp8 and int8 caches use `wgmma`.
-5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. With 16 and 128 heads, B200 tiles
-   reach 111 and 178 TFLOP/s on an H200 (bf16 cache, 32 x 8192 tokens). RTX tiles reach 103 and 136, Hopper's own
-   kernel 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
+5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
+   32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
+   Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
 """
 SHORT_NAMES = {
     support.CONTEXT: "context prefill",

@@ -396,8 +396,8 @@ def trtllm_gen(page_size: int) -> Candidate:
 
     def prepare(t: Tensors) -> Call:
         key, value, table, _, scales = t.pages(page_size)
-        cache, scales = (_heads_first(pair) for pair in ((key, value), scales))
-        options = {} if scales is None else dict(kv_cache_sf=scales)
+        cache = _heads_first(key, value)
+        options = {} if scales is None else dict(kv_cache_sf=_heads_first(*scales))
         sinks = None if t.sinks is None else [t.sinks]
         function = flashinfer().prefill.trtllm_batch_context_with_kv_cache
         return _context(function, t, peer_workspace(), cache, table.clamp(min=0), sinks=sinks, **options)
@@ -405,8 +405,8 @@ def trtllm_gen(page_size: int) -> Candidate:
     return prepare
 
 
-def _heads_first(pair: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
-    return None if pair is None else tuple(pages.transpose(1, 2).contiguous() for pages in pair)
+def _heads_first(*pools: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(pages.transpose(1, 2).contiguous() for pages in pools)
 
 
 def trtllm_gen_ragged(t: Tensors) -> Call:

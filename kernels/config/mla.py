@@ -87,6 +87,8 @@ class MlaConfig(SplitKeys, KernelConfig):
     rows: int = ROWS
     batch_invariant: bool = False
 
+    k_head_scales: ClassVar[bool] = False  # there is one KV head
+    v_head_scales: ClassVar[bool] = False
     family: ClassVar[Family] = Family.MLA
     layout_type: ClassVar[type[OperandLayout]] = MlaLayout
     most_rows: ClassVar[int] = ROWS  # of a tile

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("tabulate")
 
 from hopwell.kernels.jit.toolchain import artifact
+from hopwell.kernels.sm100.prefill.config import HALVES
 from hopwell.perf import blackwell_plans, calibration
 from hopwell.perf.blackwell_kernels import leaves, mla, prefill
 from hopwell.perf.blackwell_rates import (
@@ -175,12 +176,12 @@ def test_the_page_has_the_tables_of_this_model() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["P1", "P6", "P7"])
+@pytest.mark.parametrize("name", ["P1", "P6", "P7", "P1-fp8"])
 def test_the_estimate_of_softmax_is_that_of_compiled_code(name: str) -> None:
     case = next(case for case in cases() if case.name == name)
     config = config_of(case, "sm_100a")
     assert config is not None
     found = softmax_times(work(config, artifact(config)).softmax.code, B200).late
-    n, held = config.tile.n, config.early_keys
-    estimate = Softmax(n, 256, config.polynomial_eighths, again=n - held).latency(B200)
-    assert estimate == pytest.approx(found, rel=0.08)
+    options = dict(sharers=HALVES, exchanges=True)
+    estimate = Softmax(config.half_keys, 512, config.polynomial_eighths, 8 * config.q_bytes, **options).latency(B200)
+    assert estimate == pytest.approx(found, rel=0.2)
