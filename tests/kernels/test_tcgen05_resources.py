@@ -54,7 +54,7 @@ def most_step_spills(config: KernelConfig) -> int:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("config", cases())
+@pytest.mark.parametrize("config", [*cases()])
 def test_resources(config: KernelConfig) -> None:
     built = artifact(config)
     has, ptx = Resources.of(built), built.ptx.read_text()
