@@ -9,7 +9,14 @@ from hopwell._calls.launch import ANY_BOUND, Calls, call_arguments, single
 from hopwell._calls.repeat import Arguments
 from hopwell._checks.arguments import FP8, INT32_MAX
 from hopwell._entries.decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
-from hopwell._entries.mla import MlaCall, dequantized_query, list_lengths, mla_problem, mla_workspace_bytes
+from hopwell._entries.mla import (
+    MlaCall,
+    dequantized_query,
+    list_lengths,
+    mla_problem,
+    mla_workspace_bytes,
+    with_fp8_query,
+)
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
@@ -158,7 +165,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         NotImplementedError: the call is well-formed, but no kernel serves it on this architecture; the message lists
             what is supported.
     """
-    query_dtype, given_lens = getattr(query, "dtype", None), sparse_mla_top_k_lens
+    given, query_dtype, given_lens = query, getattr(query, "dtype", None), sparse_mla_top_k_lens
     if sparse_mla_top_k_lens is None and type(sparse_mla_top_k) is int and sparse_mla_top_k > 0:
         seq_lens, sparse_mla_top_k_lens = list_lengths(query, seq_lens, sparse_mla_top_k)
     arguments: Arguments = (
@@ -219,15 +226,18 @@ def trtllm_batch_decode_with_kv_cache_mla(
         )
     done = _MLA.latest(arguments, out, lse)
     if done is None and query_dtype is FP8:
-        # Kernels that multiply e4m3 take the query unchanged, and the look-up above has found such a repeated call.
-        query = dequantized_query(query)
-        arguments = (query, *arguments[1:])
-        done = _MLA.latest(arguments, out, lse)
+        # Kernels that multiply e4m3 take the query unchanged, and the look-ups find such a repeated call.
+        done = _MLA.repeat(arguments, out, lse)
+        if done is None:
+            query = dequantized_query(query)
+            arguments = (query, *arguments[1:])
+            done = _MLA.latest(arguments, out, lse)
     done = done or _MLA.repeat(arguments, out, lse)
     if done is None:
         if is_traced(query):
             return call_op(trtllm_batch_decode_with_kv_cache_mla, "query", locals())
-        call = call_arguments(MlaCall, locals())
+        call = with_fp8_query(call_arguments(MlaCall, locals()), given)
+        arguments = (call.query, *arguments[1:])
         problem = mla_problem(call)
         rows = query.shape[:2] if cum_seq_lens_q is None else ()
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor

@@ -54,11 +54,11 @@ ROWS = (
     Row("Decode, bf16 or fp16 KV cache", XQA, ("16bit",)),
     Row("Decode, fp8, int8 or NVFP4 KV cache", XQA, ("fp8_kv", "int8_kv", "nvfp4_kv"), ("(4)", "", "")),
     Row("Decode, fp8 KV cache, fp8 query", XQA, ("fp8",), ("(4)", "", "")),
-    Row("MLA, bf16 or fp16 cache", MLA, ("16bit",), MLA_NOTES),
+    Row("MLA, bf16 or fp16 cache", MLA, ("16bit",), ("", "(6)", "(5)")),
     Row("MLA, fp8 cache, bf16 or fp16 query", MLA, ("fp8_kv",), MLA_NOTES),
-    Row("MLA, fp8 cache, fp8 query", MLA, ("fp8",), MLA_NOTES),
+    Row("MLA, fp8 cache, fp8 query", MLA, ("fp8",), ("", "(6)", "(5)")),
     Row("MLA, 656-byte rows (`fp8_ds_mla`)", MLA, ("fp8_ds_mla",), MLA_NOTES),
-    Row("MLA, sparse top-k", MLA, ("sparse",), MLA_NOTES),
+    Row("MLA, sparse top-k", MLA, ("sparse",), ("", "(6)", "(5)")),
     Row("Append to a bf16, fp16, fp8 or NVFP4 cache", support.APPEND, ("16bit", "fp8_kv", "nvfp4_kv")),
 )
 NOTES = """\
@@ -71,6 +71,8 @@ NOTES = """\
 5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
    32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
    Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
+6. More than 64 rows use `tcgen05`, by pairs of CTAs with 128 rows a tile. That kernel has run on the emulator only.
+   Fewer rows are as in 5.
 """
 SHORT_NAMES = {
     support.CONTEXT: "context prefill",

@@ -22,6 +22,7 @@ from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipp
 from hopwell.kernels.config.splitting import TICKETS
 from hopwell.kernels.launch.geometry import decode_geometry, host_value, prefill_geometry
 from hopwell.kernels.problem import AttentionProblem, Family
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, resolve_sm100_mla, shipped_sm100_mla_configs
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
@@ -145,14 +146,18 @@ def _prefill(kind: type[PrefillConfig], build: Build) -> Implementation:
 
 def _decode(kind: type[DecodeConfig] | type[MlaConfig], build: Build) -> Implementation:
     """Return the implementation of decode, or of MLA decode, whose configs are of ``kind``."""
-    resolve: Callable[..., Buildable] = resolve_decode
-    shipped: Callable[..., Iterator[Buildable]] = shipped_decode_configs
-    if issubclass(kind, MlaConfig):
-        resolve, shipped = resolve_mla, shipped_mla_configs
+    resolve: Callable[..., Buildable]
+    shipped: Callable[..., Iterator[Buildable]]
+    if issubclass(kind, Sm100MlaConfig):
+        resolve, shipped = resolve_sm100_mla, shipped_sm100_mla_configs
+    elif issubclass(kind, MlaConfig):
+        resolve, shipped = partial(resolve_mla, kind=kind), partial(shipped_mla_configs, kind=kind)
+    else:
+        resolve, shipped = partial(resolve_decode, kind=kind), partial(shipped_decode_configs, kind=kind)
     return Implementation(
         kind,
-        partial(resolve, kind=kind),
-        partial(shipped, kind=kind),
+        resolve,
+        shipped,
         build,
         decode_geometry,
         numbers=lambda problem: (host_value(problem.output_factor),),
@@ -161,7 +166,7 @@ def _decode(kind: type[DecodeConfig] | type[MlaConfig], build: Build) -> Impleme
     )
 
 
-def _preferring(first: Implementation, then: Implementation, dims: Container[tuple[int, int]]) -> Implementation:
+def _preferring(first: Implementation, then: Implementation, dims: Container[tuple[int, int]] = ()) -> Implementation:
     """Return the implementation that takes the kernels of ``then`` for problems that ``first`` refuses.
 
     Head dims in ``dims`` are compiled ahead for ``first`` alone.
@@ -180,7 +185,17 @@ def _preferring(first: Implementation, then: Implementation, dims: Container[tup
     def build(config: Any) -> tuple[Any, tuple[Any, ...]]:
         return (first if isinstance(config, first.config) else then).build(config)
 
-    return replace(then, resolve=resolve, shipped=shipped, build=build, preferred=(first.config,))
+    def scratch_bytes(*sizes: int) -> int:
+        return max(first.scratch_bytes(*sizes), then.scratch_bytes(*sizes))
+
+    return replace(
+        then,
+        resolve=resolve,
+        shipped=shipped,
+        build=build,
+        scratch_bytes=scratch_bytes,
+        preferred=(first.config,),
+    )
 
 
 def _served(family: Family, by_archs: dict[Sequence[str], Implementation]) -> dict[tuple[Family, str], Implementation]:
@@ -190,6 +205,9 @@ def _served(family: Family, by_archs: dict[Sequence[str], Implementation]) -> di
 
 _WARP_PREFILL = _prefill(Sm120PrefillConfig, partial(_build_in, "warp_mma.prefill.kernel"))
 _BLACKWELL_PREFILL = _prefill(Sm100PrefillConfig, partial(_build_in, "sm100.prefill.kernel"))
+
+_WARP_MLA = _decode(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel"))
+_PAIR_MLA = _decode(Sm100MlaConfig, partial(_build_in, "sm100.mla.kernel"))
 
 _APPEND = Implementation(
     AppendConfig,
@@ -223,7 +241,8 @@ IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
         Family.MLA,
         {
             HOPPER: _decode(MlaConfig, _build_mla),
-            (*BLACKWELL, *SM120): _decode(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel")),
+            BLACKWELL: _preferring(_PAIR_MLA, _WARP_MLA),
+            SM120: _WARP_MLA,
         },
     ),
     **_served(Family.APPEND, {ARCHS: _APPEND}),
@@ -278,8 +297,15 @@ def can_dequantize_q(arch: str) -> bool:
 
 
 def has_fp8_mma(arch: str) -> bool:
-    """Tell whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
+    """Tell whether all MLA kernels of ``arch`` multiply e4m3 queries as they are."""
     return _says(Family.MLA, arch, "has_fp8_mma")
+
+
+def may_have_fp8_mma(arch: str) -> bool:
+    """Tell whether some MLA kernels of ``arch`` multiply e4m3 queries as they are: all, or those for some problems."""
+    found = IMPLEMENTATIONS.get((Family.MLA, arch))
+    kinds = () if found is None else (found.config, *found.preferred)
+    return any(getattr(kind, "has_fp8_mma", False) for kind in kinds)
 
 
 def scratch_bytes(family: Family, arch: str, *sizes: int) -> int:

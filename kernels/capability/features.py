@@ -88,10 +88,11 @@ def refuse(problem: Any, arch: str) -> str | None:
 
 def as_launched(problem: Any, arch: str) -> Any:
     """Return the problem as an entry launches it: it dequantizes e4m3 queries that its kernels do not take."""
-    dequantizes = problem.family is Family.DECODE or (problem.family is Family.MLA and not registry.has_fp8_mma(arch))
-    if dequantizes and problem.query.dtype == FP8:
-        return replace(problem, query=problem.query.to(BF16))
-    return problem
+    if problem.family not in (Family.DECODE, Family.MLA) or problem.query.dtype != FP8:
+        return problem
+    if problem.family is Family.MLA and (registry.has_fp8_mma(arch) or registry.refuse(problem, arch) is None):
+        return problem
+    return replace(problem, query=problem.query.to(BF16))
 
 
 @dataclass(frozen=True)

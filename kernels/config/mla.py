@@ -216,7 +216,7 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, QUERY_DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_SWAP_AB_ROWS if together <= LATENT_SWAP_AB_ROWS else kind.most_rows
-    uneven, invariant = has_uneven_pages(problem), rows == ROWS and not _has_cta_parts(problem)
+    uneven, invariant = has_uneven_pages(problem), rows >= ROWS and not _has_cta_parts(problem)
     return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=invariant)
 
 
@@ -257,4 +257,4 @@ def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig)
             config = kind(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
             # Uneven numbers of new tokens without top-k indices take batch-invariant kernels even without the setting.
             ways = {True} if settings.BATCH_INVARIANT.is_on else {False, not config.sparse}
-            yield from (replace(config, batch_invariant=way) for way in (sorted(ways) if rows == ROWS else [False]))
+            yield from (replace(config, batch_invariant=way) for way in (sorted(ways) if rows >= ROWS else [False]))

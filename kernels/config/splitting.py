@@ -215,9 +215,9 @@ def most_new_tokens(max_q_len: int, tokens: int, group: int) -> int:
     return min(max_q_len, max(tokens, -(-ROWS // group)))
 
 
-def slot_rows(rows: int, latent: bool = False) -> int:
-    """Return the rows of a slot. MLA stores the rows of a whole warp at a time."""
-    return min(-(-rows // WARP_ROWS) * WARP_ROWS if latent else rows, ROWS)
+def slot_rows(rows: int, latent: bool = False, tile_rows: int = ROWS) -> int:
+    """Return the rows of a slot, for tiles of ``tile_rows``. MLA stores the rows of a whole warp at a time."""
+    return min(-(-rows // WARP_ROWS) * WARP_ROWS if latent else rows, tile_rows)
 
 
 def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:

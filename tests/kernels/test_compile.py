@@ -17,6 +17,7 @@ from helpers.covering.configs import (
     COVERING_DECODE,
     COVERING_FP8,
     COVERING_MLA,
+    COVERING_PAIR_MLA,
     COVERING_SM120_DECODE,
     PAGES16,
     PAGES64,
@@ -39,6 +40,7 @@ from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.problem import Family, MaskKind, ScoreKind
 from hopwell.kernels.registry import build
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
 from hopwell.kernels.sm100.prefill.config import Q_TILES, Sm100PrefillConfig
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 from hopwell.perf.resources import Resources
@@ -198,6 +200,7 @@ CONFIGS: list[KernelConfig] = [
     *HEAD_SCALES,
     *SM120_ON_BLACKWELL,
     *BLACKWELL,
+    *COVERING_PAIR_MLA,
 ]
 # Allowed spills: two values read once for each chunk, see ``_DEQUANTIZED_TILES``, and two of a warp that combines, once
 # a share. Two more belong to packed heads with e4m3 windows, once for each work tile, and two to a warpgroup that
@@ -385,6 +388,30 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
     )
     assert len(re.findall(r"\bcp\.async\.bulk\.tensor\b", ptx)) == copies
     assert bool(re.search(r"\bcp\.async\.cg\b", ptx)) == (config.kv_fetch is KvFetch.PAGE_ROWS)
+
+
+@pytest.mark.parametrize("config", COVERING_PAIR_MLA, ids=lambda config: config.name)
+def test_tensor_cores_and_copies_of_pairs(config: Sm100MlaConfig) -> None:
+    """All tcgen05 instructions of a kernel have one CTA group. The loops over boxes are not unrolled."""
+    ptx = artifact(config).ptx.read_text()
+    groups = re.findall(r"\btcgen05\.(\w+)\.cta_group::(\d)", ptx)
+    assert {group for _, group in groups} == {"2"}
+    assert {name for name, _ in groups} == {"alloc", "relinquish_alloc_permit", "dealloc", "mma", "commit"}
+    assert re.findall(r"\btcgen05\.(?:alloc|dealloc)\b.*, (\d+);", ptx) == [str(TENSOR_MEMORY_COLUMNS)] * 2
+    assert config.columns.total <= TENSOR_MEMORY_COLUMNS
+
+    # A box of K has 128 bytes of each key to reduce over, four instructions, and the rest of a key may fill half a box.
+    # A stage of V takes four instructions. S is issued in the first step and in the others, O in the others and in the
+    # last.
+    kinds = re.findall(r"\btcgen05\.mma\S*::(\w+) \[%r\d+\], a, b, (\d+), p;", ptx)
+    found = [(int(kind) >> 17 & 63, int(kind) >> 24 & 31) for _, kind in kinds]
+    assert sorted(set(found)) == [(128 // 8, 128 // 16), (256 // 8, 128 // 16)]
+    assert {name for name, _ in kinds} == {"f8f6f4" if config.uses_fp8_mma else "f16"}
+    rest = config.head_dim_qk * config.q_bytes % 128 // 32
+    assert len(found) == ptx.count("tcgen05.mma") == 2 * (4 + rest + 4)
+    assert ".multicast::cluster" in ptx
+    # Threads of both CTAs arrive at the leader's barriers with the scope of the cluster.
+    assert not re.search(r"mbarrier\.arrive\.(?:release\.cta\.)?shared::cluster", ptx)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

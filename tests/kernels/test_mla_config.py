@@ -18,9 +18,10 @@ from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_confi
 from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, ROWS
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
-from hopwell.kernels.registry import build, has_fp8_mma, resolve, shipped_configs
+from hopwell.kernels.registry import build, has_fp8_mma, may_have_fp8_mma, resolve, shipped_configs
 from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
 from hopwell.kernels.support import MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.layouts import mla_kv_views
 
@@ -51,10 +52,12 @@ def test_names_are_those_of_no_other_kernel() -> None:
     assert {"mla_sm_90a_bf16_d576_512_causal_pages64", "mla_sm_90a_e4m3_to_bf16_d576_512_causal_topk"} <= set(names)
 
 
-def test_blackwell_has_those_of_sm120() -> None:
+def test_blackwell_has_those_of_sm120_besides_its_own() -> None:
     for arch in ("sm_100a", "sm_103a"):
         there = [replace(config, arch=arch) for config in shipped_configs("sm_120a", Family.MLA)]
-        assert list(shipped_configs(arch, Family.MLA)) == there
+        shipped = list(shipped_configs(arch, Family.MLA))
+        assert [config for config in shipped if not isinstance(config, Sm100MlaConfig)] == there
+        assert set(shipped) > set(there)
     assert list(shipped_configs("sm_80", Family.MLA)) == []
 
 
@@ -102,6 +105,8 @@ def test_fp8_queries() -> None:
         ("sm_100a", False),
         ("sm_120a", False),
     ]
+    # On Blackwell the kernel of CTA pairs multiplies e4m3.
+    assert [may_have_fp8_mma(arch) for arch in ("sm_90a", "sm_100a", "sm_120a", "sm_80")] == [True, True, False, False]
     assert not any(config.uses_fp8_mma for config in shipped_configs("sm_120a", Family.MLA))
 
 

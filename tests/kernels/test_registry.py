@@ -25,6 +25,7 @@ from hopwell.kernels.registry import (
     resolve,
     shipped_configs,
 )
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 
 
@@ -38,7 +39,8 @@ def test_what_is_compiled_ahead_belongs_to_the_family(family: Family, arch: str)
     assert configs
     for config in configs:
         assert (config.family, config.arch) == (family, arch)
-        kinds = {IMPLEMENTATIONS[family, arch].config} | ({Sm100PrefillConfig} if arch in support.BLACKWELL else set())
+        own = {Sm100PrefillConfig, Sm100MlaConfig} if arch in support.BLACKWELL else set()
+        kinds = {IMPLEMENTATIONS[family, arch].config} | own
         assert type(config) in kinds
         assert config.name.startswith(f"{family.value}_{arch}_")
 

@@ -204,7 +204,8 @@ class Rings:
     """Rings of a kernel by the name of their edge, and None for edges that the kernel does not have.
 
     K and V of MLA are the left and right halves of a key. Loaded and converted tiles are the tiles before and after
-    dequantization or a transpose, see each kernel's edges.
+    dequantization or a transpose, see each kernel's edges. Relayed tiles are the tiles of the other CTA of a pair, see
+    ``sm100/common/pair.py``.
     """
 
     q: Ring
@@ -221,6 +222,9 @@ class Rings:
     p: Ring | None = None
     factor: Ring | None = None
     o: Ring | None = None
+    relayed_q: Ring | None = None
+    relayed_k: Ring | None = None
+    relayed_v: Ring | None = None
 
 
 @cute.jit

@@ -11,11 +11,12 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config.base import power_of_two_in
 from hopwell.kernels.hardware import LANES
-from hopwell.kernels.parts.core.fragment import LaneRow
+from hopwell.kernels.parts.core.fragment import LaneRow, RowFragment
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 
 COLUMNS_AT_ONCE = 16  # processed by a thread: with 32, roles of 56 and 96 registers spill more
 MOST_COLUMNS = 32  # of a load: kernels with 768 threads have no registers for 64
+ROW_COLUMNS_AT_ONCE = 32  # of an instruction that loads 16 rows
 
 
 @dsl_user_op
@@ -81,6 +82,27 @@ def _load(address, columns: int, *, loc=None, ip=None):
     return cute.arch.inline_ptx(
         text + "tcgen05.wait::ld.sync.aligned;",
         write_only_types=[Float32] * columns,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def load_rows(address, rows: RowFragment) -> None:
+    """Load the columns of 16 rows, starting at ``address``, in the layout of wgmma's accumulators."""
+    for i, value in enumerate(_load_rows(address, rows.columns * rows.lanes_per_row)):
+        rows.registers[i] = value
+
+
+@dsl_user_op
+def _load_rows(address, columns: int, *, loc=None, ip=None):
+    text = ""
+    for first in range(0, columns, ROW_COLUMNS_AT_ONCE):
+        outputs = ", ".join(f"{{$w{(first + c) // 2}}}" for c in range(0, ROW_COLUMNS_AT_ONCE, 2))
+        text += f"tcgen05.ld.sync.aligned.16x256b.x{ROW_COLUMNS_AT_ONCE // 8}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
+    return cute.arch.inline_ptx(
+        text + "tcgen05.wait::ld.sync.aligned;",
+        write_only_types=[Float32] * (columns // 2),
         read_only_args=[address],
         loc=loc,
         ip=ip,

@@ -49,7 +49,7 @@ class DecodeKernel(AttentionKernel):
 
     def q_edge(self, roles: Roles) -> Edge:
         """Return the edge of Q, whose rows lanes of the role ``q_role`` copy."""
-        size = self.tile.m * self.layout.q_columns * HALFWORD_BYTES
+        size = self.q_rows * self.layout.q_columns * HALFWORD_BYTES
         lanes = dict(producer_lanes=LANES, consumer_lanes=LANES if self.lanes_read_q else 1)
         return roles.edge("q", self.q_role, "attend", self.tile.q_stages, size, **lanes)
 
@@ -70,7 +70,8 @@ class DecodeKernel(AttentionKernel):
         k, v = self._kv_atoms(addresses, geometry)
         q = self.q_atom(addresses, geometry)
         self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, output_factor).launch(
-            grid=[Int32(geometry.grid), 1, 1],
+            grid=[Int32(geometry.grid) * self.config.cluster_ctas, 1, 1],
+            cluster=[self.config.cluster_ctas, 1, 1] if self.config.cluster_ctas > 1 else None,
             block=[WARPGROUP * len(self.config.registers), 1, 1],
             smem=self.shared_bytes,
             stream=stream,
@@ -190,7 +191,7 @@ class DecodeKernel(AttentionKernel):
         ring.wait_empty(step)
         destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
         rows = PackedRows.create(addresses, geometry, tile, Float32(1.0), 2)
-        for first in cutlass.range(0, self.tile.m, rows_at_once, unroll=4):
+        for first in cutlass.range(0, self.q_rows, rows_at_once, unroll=4):
             row = first + cute.arch.lane_idx() // copy.VECTORS_PER_ROW
             there = cutlass.min(row, cutlass.max(rows.count - 1, 0))
             source = rows.query(there, tile.request.q_start, self.config.q_bytes)
@@ -199,7 +200,7 @@ class DecodeKernel(AttentionKernel):
             for block in cutlass.range_constexpr(blocks):
                 wanted = row < rows.count and block * BLOCK_COLUMNS + vector * 8 < self.layout.q_dim
                 from_block = source + block * copy.SWIZZLE_ROW_BYTES
-                to_block = target + block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
+                to_block = target + block * (self.q_rows * copy.SWIZZLE_ROW_BYTES)
                 copy.async_copy_or_zero(to_block, from_block, wanted)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)

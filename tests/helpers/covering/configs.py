@@ -15,6 +15,7 @@ from hopwell.kernels.config.prefill import TILES, PrefillConfig
 from hopwell.kernels.config.splitting import SWAP_AB_ROWS
 from hopwell.kernels.problem import Family, MaskKind, ScoreKind
 from hopwell.kernels.registry import shipped_configs
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.support import BLACKWELL
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
@@ -343,7 +344,29 @@ def covering_sm120_decode_configs() -> list[DecodeConfig | MlaConfig]:
     ]
 
 
+def covering_pair_mla_configs() -> list[Sm100MlaConfig]:
+    """Return MLA kernels of Blackwell's CTA pairs that stand for all: types, widths, fetches, one box and several."""
+    wide, narrow = support.MLA_HEAD_DIMS
+    *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
+    rows = Sm100MlaConfig.most_rows
+    return [
+        Sm100MlaConfig(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
+        for arch, dtype, dims, fetch in (
+            ("sm_100a", "bf16", wide, PAGES64),
+            ("sm_100a", "bf16", wide, (KvFetch.PAGE_BOXES, 8)),
+            ("sm_103a", "bf16", narrow, PAGES16),
+            ("sm_103a", "e4m3", wide, PAGES64),
+            ("sm_100a", "e4m3", narrow, (KvFetch.PAGE_BOXES, 8)),
+            ("sm_100a", "bf16", wide, ROWS),
+            ("sm_103a", "bf16", wide, TOPK),
+            ("sm_100a", "e4m3", unrotated, TOPK),
+            ("sm_100a", "e4m3", wide, ROWS),
+        )
+    ]
+
+
 COVERING_FP8 = covering_fp8_configs()
 COVERING_DECODE = covering_decode_configs()
 COVERING_MLA = covering_mla_configs()
 COVERING_SM120_DECODE = covering_sm120_decode_configs()
+COVERING_PAIR_MLA = covering_pair_mla_configs()

@@ -1,0 +1,130 @@
+"""MLA decode configs of Blackwell (sm_100a, sm_103a): tiles and resources of the kernel for many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile
+from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.config.splitting import ALIGNMENT, cta_part_slots, slot_bytes
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.problem import AttentionProblem
+from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
+
+CTAS = 2  # of a pair, which shares a tile of rows
+CTA_ROWS = 64  # of the tile, in each CTA
+LEAST_ROWS = CTA_ROWS + 1  # of a request: the second CTA of a pair has nothing to do with fewer
+KEYS = 128  # of a step
+# Columns of the value in one matrix instruction, of which each CTA loads half.
+PRODUCT_COLUMNS = 256
+
+# The sum equals the registers of 384 threads at launch. A thread of softmax holds 64 scores of a row; a warp of
+# correction holds 16 half rows of the output when it stores them.
+SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 128, 224, 152
+ROLES = RoleTable(
+    dict(
+        softmax=Role(4, SOFTMAX_REGISTERS),
+        correction=Role(4, CORRECTION_REGISTERS),
+        mma=Role(1, PRODUCER_REGISTERS),
+        load_k=Role(1, PRODUCER_REGISTERS),
+        load_v=Role(1, PRODUCER_REGISTERS),
+        schedule=Role(1, PRODUCER_REGISTERS),
+    )
+)
+_TILE = Tile(
+    CTAS * CTA_ROWS,
+    KEYS // CTAS,
+    q_stages=1,
+    kv_stages=1,
+    producer_registers=PRODUCER_REGISTERS,
+    consumer_registers=SOFTMAX_REGISTERS,
+    splits_v=True,
+)
+
+
+@dataclass(frozen=True)
+class Sm100MlaConfig(MlaConfig):
+    """An MLA decode kernel of pairs of CTAs, with scores and output in tensor memory."""
+
+    most_rows: ClassVar[int] = CTAS * CTA_ROWS
+    cluster_ctas: ClassVar[int] = CTAS
+
+    @property
+    def tile(self) -> Tile:
+        return _TILE
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        return ROLES.registers
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of tensor memory. A row of a CTA has two lanes, each with half of its scores and of its output."""
+        return Columns(dict(s=KEYS // CTAS, o=self.head_dim_v // CTAS))
+
+    @property
+    def k_boxes(self) -> int:
+        """Boxes of 128 bytes of the rows of a CTA's keys. TMA fills the last one with zeros past the row."""
+        return self.layout.q_columns // BLOCK_COLUMNS
+
+    @property
+    def products(self) -> int:
+        """Matrix instructions that the columns of the value take."""
+        return self.head_dim_v // PRODUCT_COLUMNS
+
+    @property
+    def stage_keys(self) -> int:
+        """Keys of a stage of V, which has two boxes: 64 keys with two boxes side by side, or 128 keys of 8 bits."""
+        return KEYS // CTAS * HALFWORD_BYTES // self.q_bytes
+
+    @property
+    def v_stages(self) -> int:
+        """Stages of V in a step."""
+        return KEYS // self.stage_keys * self.products
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps whose keys and values fit shared memory beside Q."""
+        return 1 if self.head_dim_v * self.q_bytes > PRODUCT_COLUMNS * HALFWORD_BYTES else 2
+
+    def constraints(self) -> Iterator[tuple[bool, str]]:
+        yield from super().constraints()
+        yield self.columns.constraint
+
+    def slots(self, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
+        return cta_part_slots(kv_heads * row_tiles, sms // CTAS)
+
+    @classmethod
+    def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+        slots = cta_part_slots(kv_heads * -(-rows // cls.most_rows), sms // CTAS)
+        return slots * slot_bytes(cls.most_rows, columns, latent=True) + ALIGNMENT
+
+
+def resolve_sm100_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
+    """Choose the kernel of pairs of CTAs for ``problem`` on ``arch``.
+
+    Raises:
+        NotImplementedError: there is none; the message names the reason.
+    """
+    config = resolve_mla(problem, arch, Sm100MlaConfig)
+    # Tokens with top-k indices have keys of their own, so a tile has rows of one token.
+    rows = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
+    refused = {
+        f"{rows} packed rows, fewer than {LEAST_ROWS}": rows < LEAST_ROWS,
+        f"KV type {config.kv_type.value}": config.kv_type is not KvType.WIDE,
+        "batch-invariant splits": config.batch_invariant,
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise NotImplementedError(f"there is no MLA decode kernel of CTA pairs for {arch} with {what}")
+    return config
+
+
+def shipped_sm100_mla_configs(arch: str) -> Iterator[MlaConfig]:
+    """Yield the kernels of pairs of CTAs that are compiled ahead."""
+    for config in shipped_mla_configs(arch, Sm100MlaConfig):
+        if config.rows == Sm100MlaConfig.most_rows and not config.batch_invariant:
+            if config.kv_type is KvType.WIDE:
+                yield config

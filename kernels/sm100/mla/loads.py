@@ -1,0 +1,244 @@
+"""Loads of MLA by pairs of CTAs. Each CTA loads one half of a step's keys for Q K^T, and one half of the value's
+columns of all keys for P V: operand B of a product of both CTAs is half in each.
+
+The unit is a box of 64 keys and 128 bytes of each, 8 KiB. A stage of K is a box. A stage of V is two boxes with 128 of
+the 256 columns of a product: 64 keys of 16 bits, or 128 keys of 8 bits.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import device_struct, shared_address
+from hopwell.kernels.parts.core.pipeline import Ring
+from hopwell.kernels.parts.load.kv_rows import PageRows
+from hopwell.kernels.parts.load.kv_source import KvOperand, PageColumnBoxes
+from hopwell.kernels.parts.load.page_size import page_size
+from hopwell.kernels.parts.partition.tiles import WorkQueue
+from hopwell.kernels.sm100.mla.config import CTAS
+
+BOX_BYTES = 64 * copy.SWIZZLE_ROW_BYTES
+VALUE_BOXES = 2  # of a stage of V
+
+
+@dataclass
+class LatentBoxes(PageColumnBoxes):
+    """A work tile's keys in pages of 8 tokens and more, fetched by TMA. A tile has 64 keys."""
+
+    def look_up(self, tile) -> tuple:
+        """Read the table for a tile."""
+        return self.locate(tile)[:2]
+
+    def places(self, tile, found: tuple) -> list:
+        """Return (slot, core matrix of rows) of each TMA box of a tile, from the result of :meth:`look_up`."""
+        slots, core_matrices = found
+        return [(cute.arch.shuffle_sync(slots, i), self._core_matrix(core_matrices, i)) for i in range(self.boxes)]
+
+    def needs_zeros(self, first_key, keys: int):
+        """Whether some of ``keys`` keys from ``first_key`` on have to be zeroed after their load."""
+        return first_key + keys > self.end_key
+
+    def expect(self, barrier, size: int) -> None:
+        """Announce ``size`` bytes at a barrier. Called by a whole warp, as are the functions below."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+    def load_block(self, places: list, block, destination, barrier) -> None:
+        """Issue the loads of column block ``block`` of a tile."""
+        with cute.arch.elect_one():
+            for i, (slot, core_matrix) in enumerate(places):
+                coordinates = (block * BLOCK_COLUMNS, core_matrix * copy.ATOM_ROWS, slot)
+                copy.tma_load(self.descriptor, destination + i * self.box_bytes, barrier, coordinates, self.policy)
+
+    def finish(self, barrier) -> None:
+        """Do nothing: TMA completes the barrier."""
+
+
+@dataclass
+class LatentRows(PageRows):
+    """A work tile's keys in smaller pages or in a top-k list, copied by lanes. Rows that are not needed become
+    zeros."""
+
+    def look_up(self, tile) -> list:
+        return self.read_table(tile)
+
+    def places(self, tile, found: list) -> list:
+        """Return the addresses of the rows that a lane copies vectors of: eight lanes share a row."""
+        rows_at_once, row = LANES // copy.VECTORS_PER_ROW, cute.arch.lane_idx() // copy.VECTORS_PER_ROW
+        addresses = self.locate(tile, found)
+        return [
+            cute.arch.shuffle_sync(address, first + row)
+            for address in addresses
+            for first in range(0, LANES, rows_at_once)
+        ]
+
+    def needs_zeros(self, first_key, keys: int) -> bool:
+        return False
+
+    def expect(self, barrier, size: int) -> None:
+        """Do nothing: every lane arrives when its copies are done."""
+
+    def load_block(self, places: list, block, destination, barrier) -> None:
+        lane, vectors = cute.arch.lane_idx(), copy.VECTORS_PER_ROW
+        vector, offset = lane % vectors, block * copy.SWIZZLE_ROW_BYTES
+        # Only the last block of K may be narrower than a box.
+        is_whole = not isinstance(block, int) or (block + 1) * vectors <= self.vectors
+        for i, row in enumerate(places):
+            wanted = row != 0 if is_whole else (row != 0) & (vector < self.vectors - block * vectors)
+            target = copy.swizzled_vector(destination, i * (LANES // vectors) + lane // vectors, vector)
+            copy.async_copy_or_zero(target, row + (offset + vector * copy.VECTOR_BYTES), wanted)
+
+    def finish(self, barrier) -> None:
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+
+LatentSource = LatentBoxes | LatentRows
+
+
+@device_struct(frozen=True)
+class LatentLoad:
+    """Base of the warps that load keys."""
+
+    kernel: Any  # the MlaSm100: configuration only
+    ring: Ring
+    shared: Int32  # address of the first stage
+    descriptor: Any
+    operand: KvOperand
+    work_queue: WorkQueue
+    rank: Int32
+
+    @classmethod
+    def create(cls, kernel, ring, tiles, atom, addresses, geometry, work_queue, rank, **more) -> "LatentLoad":
+        operand = kernel.divided(latent_operand(kernel, addresses, geometry))
+        shared, descriptor = shared_address(tiles.iterator), None if atom is None else copy.tma_descriptor(atom)
+        return cls(kernel, ring, shared, descriptor, operand, work_queue, rank, **more)
+
+    @cute.jit
+    def run(self):
+        step, work, zeroed = Int32(0), Int32(0), Int32(0)
+        tile = self.work_queue.read(work)
+        while tile.exists:
+            rest = (self.kernel.tile.n, self.kernel.config.box_rows)
+            source = self.kernel.source.create(self.operand, tile, self.descriptor, self.shared, *rest)
+            if tile.keys.begin < tile.keys.end:
+                # The table is read a step ahead.
+                found = self.look_up(source, tile.keys.end - 1)
+                for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
+                    zeroed = self.load_step(source, found, n, step, zeroed)
+                    found = self.look_up(source, n - 1)
+                    step += 1
+            work += 1
+            tile = self.work_queue.read(work)
+
+    def look_up(self, source: LatentSource, n) -> list:
+        """Read the table for the tiles that this warp loads in step ``n``."""
+        raise NotImplementedError
+
+    def load_step(self, source: LatentSource, found: list, n, step, zeroed):
+        """Load step ``n`` of the work tile, the ``step``-th of this CTA. ``zeroed`` counts the steps with zeroed rows;
+        it is returned with its new value."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LoadK(LatentLoad):
+    """Loads all columns of this CTA's half of a step's keys."""
+
+    def look_up(self, source: LatentSource, n) -> list:
+        return [source.look_up(CTAS * n + self.rank)]
+
+    @cute.jit
+    def load_step(self, source: LatentSource, found, n, step, zeroed):
+        boxes, places = self.kernel.config.k_boxes, source.places(CTAS * n + self.rank, found[0])
+        for block in cutlass.range_constexpr(boxes):
+            box = step * boxes + block
+            self.ring.wait_empty(box)
+            barrier = self.ring.full_barrier(box)
+            source.expect(barrier, BOX_BYTES)
+            source.load_block(places, block, self.shared + self.ring.stage(box) * BOX_BYTES, barrier)
+            source.finish(barrier)
+        return zeroed
+
+
+@dataclass(frozen=True)
+class LoadV(LatentLoad):
+    """Loads this CTA's half of the value's columns of all keys of a step. Rows past the last key become zeros."""
+
+    zeroing_barrier: Any
+
+    def look_up(self, source: LatentSource, n) -> list:
+        return [source.look_up(CTAS * n + i) for i in range(CTAS)]
+
+    @property
+    def stages(self) -> int:
+        """Stages of a step."""
+        return self.kernel.config.v_stages
+
+    @cute.jit
+    def load_step(self, source: LatentSource, found, n, step, zeroed):
+        """Load a step in the order of its products. The last step of a request may have rows to zero; its stages
+        then complete on a barrier of their own, as in :meth:`KvSource.fill`."""
+        first_key, size = n * (CTAS * self.kernel.tile.n), VALUE_BOXES * BOX_BYTES
+        needs_zeros = source.needs_zeros(first_key, CTAS * self.kernel.tile.n)
+        if needs_zeros:
+            source.expect(self.zeroing_barrier, self.stages * size)
+        places = [source.places(CTAS * n + i, found[i]) for i in range(CTAS)]
+        for i in cutlass.range_constexpr(self.stages):
+            stage = step * self.stages + i
+            self.ring.wait_empty(stage)
+            barrier = self.ring.full_barrier(stage)
+            if needs_zeros:
+                barrier = self.zeroing_barrier
+            else:
+                source.expect(barrier, size)
+            for box in cutlass.range_constexpr(VALUE_BOXES):
+                keys, block = self._box(i, box)
+                source.load_block(places[keys], block, self._place(stage) + box * BOX_BYTES, barrier)
+            source.finish(barrier)
+        if needs_zeros:
+            cute.arch.mbarrier_wait(self.zeroing_barrier, zeroed & 1)
+            zeroed += 1
+            for i in cutlass.range_constexpr(self.stages):
+                for box in cutlass.range_constexpr(VALUE_BOXES):
+                    begin = source.end_key - (first_key + self._box(i, box)[0] * self.kernel.tile.n)
+                    self._zero_rows(self._place(step * self.stages + i) + box * BOX_BYTES, cutlass.max(begin, 0))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_arrive(self.ring.full_barrier(step * self.stages + i))
+        return zeroed
+
+    def _box(self, stage: int, box: int) -> tuple:
+        """Return (64 keys of the step, column block) of a box of a stage of the step."""
+        products = self.kernel.config.products
+        first_block = self.rank * (self.stages * VALUE_BOXES // CTAS)
+        if self.stages > products:
+            return stage // products, first_block + (stage % products * VALUE_BOXES + box)
+        return box, first_block + stage
+
+    def _place(self, stage):
+        return self.shared + self.ring.stage(stage) * (VALUE_BOXES * BOX_BYTES)
+
+    @cute.jit
+    def _zero_rows(self, place, begin):
+        """Zero the rows of a box from ``begin`` on. Called by a whole warp."""
+        vectors = copy.VECTORS_PER_ROW
+        for i in cutlass.range(begin * vectors + cute.arch.lane_idx(), self.kernel.tile.n * vectors, LANES, unroll=1):
+            copy.store_shared_zero(place + i * copy.VECTOR_BYTES)
+
+
+def latent_operand(kernel, a: Addresses, g: DecodeGeometry) -> KvOperand:
+    """Return the latent keys of an MLA kernel."""
+    c = kernel.config
+    strides = c.layout.kv_strides(g.k_page, g.k_head, g.k_row)
+    table = (a.key_table, g.key_table_row, page_size(g.page_divisor, g.k_rows, c.uneven_pages))
+    dim = sum(c.layout.kv_dims)
+    return KvOperand(a.key, *strides, *table, dim, dim, dim, is_value=True, read_once=c.reads_kv_once, topk=c.sparse)
