@@ -239,8 +239,8 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     checks.backend_name(call.backend)
     natural = checks.is_natural("lse_base", call.lse_base)
     heads_first = checks.choice("lse_layout", call.lse_layout, ("NH", "HN")) == "HN"
-    inputs, name = f"q of {q.dtype}", "o_data_type"
-    out_dtype = checks.output_dtype(call.o_data_type, call.out, q.dtype, checks.PREFILL_OUTPUTS, inputs, name)
+    types, name = f"q of {q.dtype}", "o_data_type"
+    out_dtype = checks.output_dtype(call.o_data_type, call.out, q.dtype, checks.PREFILL_OUTPUTS, types, name)
 
     if call.out is not None:
         checks.output("out", call.out, (tokens, heads, v_dim), out_dtype, on)

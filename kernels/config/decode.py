@@ -240,7 +240,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
         tile = tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
         if self.dequantizes_in_registers and (self.k_head_scales or self.v_head_scales):
             # Loaders and combine need a few registers more (by machine code of drafts over e4m3, 2026-11-26).
-            more = dict(producer_registers=48, consumer_registers=184, combine_registers=96)
+            more: dict[str, Any] = dict(producer_registers=48, consumer_registers=184, combine_registers=96)
             tile = _with_larger_combine(tile) if self.copies_scales else replace(tile, **more)
         return replace(tile, m=self.rows)
 

@@ -226,7 +226,7 @@ class PrefillConfig(KernelConfig):
     def tile(self) -> Tile:
         dims = self.head_dim_qk, self.head_dim_v
         choices = self.score, self.skip_softmax, self.short_steps, self.packs_heads
-        types = dict(kv_type=self.kv_type, uses_fp8_mma=self.uses_fp8_mma, dtype=self.dtype)
+        types: dict[str, Any] = dict(kv_type=self.kv_type, uses_fp8_mma=self.uses_fp8_mma, dtype=self.dtype)
         return self.tile_of(dims, *choices, **types)
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
