@@ -107,16 +107,20 @@ def _build_decode(config: DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
     ==================  ===========================  =======================================================
     cache               packed rows                  module, instruction, partition
     ==================  ===========================  =======================================================
-    bf16, fp16          up to 32 (16 beyond d128)    swap_ab: wgmma, stream-K
+    bf16, fp16          up to 64 (16 beyond d128)    swap_ab: wgmma, stream-K
     bf16, fp16          more, or d512                kernel: wgmma, split-KV
     e4m3, int8, NVFP4   up to 8                      dequant_swap_ab: mma.sync, stream-K
-    e4m3, int8          9 to 32, up to d256          kernel with dequant_warps: mma.sync, split-KV
+    e4m3, int8          9 to 64, up to d128          dequant_wgmma: wgmma, stream-K
+    e4m3, int8          9 to 32, d144 to d256        kernel with dequant_warps: mma.sync, split-KV
     NVFP4               more than 8                  kernel with dequant_warps: mma.sync, split-KV
     e4m3, int8          more than 32, or d512        kernel: dequantized in shared memory, wgmma, split-KV
     ==================  ===========================  =======================================================
     """
-    swap_ab = "dequant_swap_ab" if config.dequantizes_in_registers else "swap_ab"
-    return _build_in(f"sm90.decode.{swap_ab if config.has_tree else 'kernel'}", config)
+    module = "kernel"
+    if config.has_tree:
+        narrow = "dequant_wgmma" if config.accumulated_levels else "dequant_swap_ab"
+        module = narrow if config.dequantizes_in_registers else "swap_ab"
+    return _build_in(f"sm90.decode.{module}", config)
 
 
 def _build_mla(config: MlaConfig) -> tuple[Any, tuple[Any, ...]]:

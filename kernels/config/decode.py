@@ -24,12 +24,13 @@ from hopwell.kernels.config.base import (
 )
 from hopwell.kernels.config.layout import DecodeLayout, OperandLayout
 from hopwell.kernels.config.splitting import (
-    CTAS_PER_SM,
+    ACCUMULATED_LEVELS,
     LEAF_TILE,
     ROWS,
     SWAP_AB_ROWS,
     chunk_tokens,
     counter_ints,
+    ctas_per_sm,
     leaf_tiles,
     node_slots,
     scratch_bytes,
@@ -37,6 +38,7 @@ from hopwell.kernels.config.splitting import (
     slot_count,
     tree_counter_ints,
     tree_rows,
+    tree_warpgroups,
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import CACHE_LINE_BYTES, WARP_MMA
@@ -124,6 +126,11 @@ class SplitKeys:
         return LEAF_TILE * self.leaf_tiles
 
     @property
+    def accumulated_levels(self) -> int:
+        """Levels of the tree, at most, whose leaves one CTA adds up in registers, one after the other."""
+        return 0
+
+    @property
     def reads_kv_once(self) -> bool:
         return True
 
@@ -140,7 +147,7 @@ class SplitKeys:
 
     def counter_ints(self: Any, slots: int) -> int:
         """Return the int32 counters of a launch with ``slots``. The kernel finds them zero and leaves them zero."""
-        return tree_counter_ints(slots) if self.has_tree else counter_ints(slots)
+        return tree_counter_ints(slots, self.consumer_warpgroups) if self.has_tree else counter_ints(slots)
 
 
 @dataclass(frozen=True)
@@ -150,9 +157,9 @@ class DecodeConfig(SplitKeys, KernelConfig):
     Attributes:
         kv_type: element type of K and V in memory.
         rows: packed rows of a tile.
-        short_leaves: whether leaves have the length of the smallest row count's leaves. Ragged drafts have short
-            leaves, so that the bits of a request are independent of the caller's bound of new tokens while its kernels
-            have a tree.
+        short_leaves: whether leaves have the length of the smallest row count's leaves, and none are added before the
+            tree. Ragged drafts over 16-bit caches have short leaves up to 32 rows, so that the bits of a request are
+            independent of the caller's bound of new tokens there.
         k_head_scales, v_head_scales: whether the softmax scale, or the output scale, has one value for each KV head.
     """
 
@@ -176,7 +183,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
     @property
     def has_tree(self) -> bool:
         """Whether leaves of keys are combined as a binary tree (stream-K), see ``sm90/decode/swap_ab.py``."""
-        return self.rows in tree_rows(self.head_dim_qk, self.kv_bytes)
+        return self.rows in tiles_with_tree(self.head_dim_qk, self.kv_type, self.dtype)
 
     @property
     def smem_levels(self) -> int:
@@ -184,8 +191,13 @@ class DecodeConfig(SplitKeys, KernelConfig):
         return shared_levels(self.rows, self.head_dim_v, self.splitting_bytes)
 
     @property
+    def accumulated_levels(self) -> int:
+        is_large = self.has_tree and self.consumer_warpgroups > 1 and not self.short_leaves
+        return ACCUMULATED_LEVELS if is_large else 0
+
+    @property
     def dequantizes_in_place(self) -> bool:
-        return self.kv_type in EIGHT_BIT_TYPES.values() and self.rows == ROWS
+        return self.kv_type in EIGHT_BIT_TYPES.values() and self.rows == ROWS and not self.has_tree
 
     @property
     def dequantizes_in_registers(self) -> bool:
@@ -198,7 +210,8 @@ class DecodeConfig(SplitKeys, KernelConfig):
 
     @property
     def matrix_instruction(self) -> str:
-        return WARP_MMA if self.dequantizes_in_registers else super().matrix_instruction
+        by_warps = self.dequantizes_in_registers and self.accumulated_levels == 0
+        return WARP_MMA if by_warps else super().matrix_instruction
 
     @property
     def splitting_bytes(self) -> int:
@@ -220,7 +233,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
 
     @property
     def ctas_per_sm(self) -> int:
-        return CTAS_PER_SM[self.splitting_bytes] if self.has_tree else 1
+        return ctas_per_sm(self.rows, self.splitting_bytes) if self.has_tree else 1
 
     @property
     def leaf_tiles(self) -> int:
@@ -234,6 +247,8 @@ class DecodeConfig(SplitKeys, KernelConfig):
             row_bytes = HALFWORD_BYTES * self.layout.columns[0]
             stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < CACHE_LINE_BYTES else _STAGE_BYTES
             stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
+            if self.consumer_warpgroups > 1:
+                tile = replace(tile, q_stages=1, producer_registers=40, consumer_registers=232)
             return replace(tile, m=self.rows, kv_stages=power_of_two_in(stages))
         eight_bit_tiles = _DEQUANTIZED_TILES if self.dequantizes_in_place else _EIGHT_BIT_TILES
         tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, eight_bit_tiles)
@@ -262,7 +277,9 @@ class DecodeConfig(SplitKeys, KernelConfig):
 
     @property
     def consumer_warpgroups(self) -> int:
-        return 1 if self.has_tree else 2 if self.dequantizes_in_registers else super().consumer_warpgroups
+        if self.has_tree:
+            return 1 if self.tiled else tree_warpgroups(self.rows, self.splitting_bytes)
+        return 2 if self.dequantizes_in_registers else super().consumer_warpgroups
 
     @property
     def copies_scales(self) -> bool:
@@ -313,8 +330,10 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
     if (k_scales or v_scales) and kv_type is KvType.WIDE:
         raise NotImplementedError(f"scales of each KV head have no decode kernel on {arch} with a 16-bit cache")
     config = replace(config, k_head_scales=k_scales, v_head_scales=v_scales)
-    short = replace(config, short_leaves=problem.q_offsets is not None and config.has_tree)
-    return short if short.leaf_tiles < config.leaf_tiles else config
+    has_short_leaves = config.has_tree and config.rows in SWAP_AB_ROWS and kv_type is KvType.WIDE
+    short = replace(config, short_leaves=problem.q_offsets is not None and has_short_leaves)
+    leaves, others = ((each.leaf_tiles, each.accumulated_levels) for each in (short, config))
+    return short if leaves != others else config
 
 
 def _has_head_scales(scale: float | torch.Tensor) -> bool:
@@ -354,10 +373,17 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
     """Return the rows of the kernel's tile for ``rows`` packed rows of a request, with queries of ``dtype``."""
-    few = tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
+    few = tiles_with_tree(head_dim, kv_type, dtype)
     if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
         few = *few, MOST_ROWS_IN_REGISTERS
     return min((m for m in few if m >= rows), default=ROWS)
+
+
+def tiles_with_tree(head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tuple[int, ...]:
+    """Return the rows of tiles whose kernels combine leaves as a tree."""
+    rows = tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
+    # Block scales of V are rearranged in shared memory by the only warpgroup that reads them.
+    return rows[:1] if kv_type is KvType.NVFP4 else rows
 
 
 def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = DecodeConfig) -> Iterator[DecodeConfig]:

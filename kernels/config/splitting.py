@@ -59,10 +59,10 @@ SHARES = 8
 STATISTICS = 4
 # The constants below are for swap-AB decode. Keys are cut into leaves, which are combined as a binary tree, see
 # parts/combine/tree.py.
-SWAP_AB_ROWS = (8, 16, 32)  # of a tile
+SWAP_AB_ROWS = (8, 16, 32)  # of a warpgroup's tile; a CTA with two warpgroups has twice the most
 MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
 MOST_TILED_COLUMNS = 512  # of head dims where rows are in tiles of few, however many there are
-EIGHT_BIT_SWAP_AB_ROWS = SWAP_AB_ROWS[:1]  # over 8-bit caches: what there are registers for
+EIGHT_BIT_SWAP_AB_ROWS = (8, 32, 64)  # over 8-bit caches
 LATENT_SWAP_AB_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
 # KV tiles of a leaf. More tiles pay off if tiles are small, or if combining leaves of many rows takes long: 32 x 8192
@@ -72,6 +72,9 @@ LEAF_TILE = 64  # keys of a tile in shared memory
 # (H200, 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
+# Levels of the tree, at most, that a CTA accumulates in registers when two warpgroups share the rows: shared memory has
+# room for one level of such large nodes. A request with up to 2^FIRST_LEAVES leaves accumulates none.
+ACCUMULATED_LEVELS, FIRST_LEAVES = 2, 3
 LATENT_REGISTER_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that combines
 LEAST_SMEM_LEVELS = 1  # where rows are in tiles of few, however many there are
 MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
@@ -113,13 +116,28 @@ def tree_columns(tiled: bool) -> int:
 def tree_rows(columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> tuple[int, ...]:
     """Return the rows of tiles for which there are kernels; ``tiled`` as in :func:`scratch_bytes`."""
     rows = tuple(m for m in SWAP_AB_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= tree_columns(tiled) else ()
-    return tuple(m for m in rows if m in EIGHT_BIT_SWAP_AB_ROWS) if element_bytes == 1 else rows
+    if not tiled and SWAP_AB_ROWS[-1] in rows:
+        rows = (*rows, ROWS)
+    if element_bytes == 1:
+        # Only wgmma has kernels for more rows; its operand A comes from registers.
+        return rows[:1] if tiled else tuple(m for m in rows if m in EIGHT_BIT_SWAP_AB_ROWS)
+    return rows
+
+
+def tree_warpgroups(rows: int, element_bytes: int = HALFWORD_BYTES) -> int:
+    """Return the warpgroups that share the ``rows`` of a tile in kernels with a tree."""
+    return 2 if rows > SWAP_AB_ROWS[1 if element_bytes == HALFWORD_BYTES else 0] else 1
+
+
+def ctas_per_sm(rows: int, element_bytes: int = HALFWORD_BYTES) -> int:
+    """Return the CTAs on a multiprocessor of kernels with a tree for tiles of ``rows`` rows."""
+    return CTAS_PER_SM[element_bytes] if tree_warpgroups(rows, element_bytes) == 1 else 1
 
 
 def leaf_tiles(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
     """Return the KV tiles of a leaf in kernels for ``rows`` rows; ``tiled`` as in :func:`scratch_bytes`."""
     small = element_bytes == 1 or _padded(columns) == BLOCK_COLUMNS
-    return MORE_LEAF_TILES if small or (rows == SWAP_AB_ROWS[-1] and not tiled) else LEAF_TILES
+    return MORE_LEAF_TILES if small or (rows >= SWAP_AB_ROWS[-1] and not tiled) else LEAF_TILES
 
 
 def leaf_tokens(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
@@ -139,7 +157,7 @@ def node_bytes(rows: int, columns: int) -> int:
 
 def shared_levels(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
     """Return the levels of the tree in shared memory."""
-    return MOST_NODES_BYTES // CTAS_PER_SM[element_bytes] // node_bytes(rows, columns)
+    return MOST_NODES_BYTES // ctas_per_sm(rows, element_bytes) // node_bytes(rows, columns)
 
 
 def fan_in_bits(columns: int) -> int:
@@ -157,7 +175,7 @@ def gmem_levels(leaf: int, capacity: int, in_smem: int) -> int:
 def share_subtrees(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
     """Count the subtrees in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
     most = MOST_SUBTREES if columns <= MOST_TREE_COLUMNS else MOST_LARGE_NODE_SUBTREES
-    subtrees = min(SUBTREES_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
+    subtrees = min(SUBTREES_BYTES // node_bytes(rows, columns), most) // ctas_per_sm(rows, element_bytes)
     return power_of_two_in(subtrees)
 
 
@@ -178,12 +196,15 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
         in_gmem, tiles = gmem_levels(leaf_tokens(SWAP_AB_ROWS[0], width, size, tiled), capacity, in_smem), 1
         if tiled:
             tiles = -(-rows // tile)
-        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], in_gmem, size)
+        return _nodes_bytes(tile, kv_heads * tiles, width, sms * ctas_per_sm(tile, size), in_gmem, size)
 
-    most = min((m for m in SWAP_AB_ROWS if m >= rows), default=SWAP_AB_ROWS[-1])
+    def tiles(width: int, size: int) -> list[int]:
+        all_rows = tree_rows(width, size, tiled)
+        most = min((m for m in all_rows if m >= rows), default=max(all_rows, default=0))
+        return [m for m in all_rows if m <= most]
+
     widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled)) + 1, BLOCK_COLUMNS)
-    kinds = [(m, width, size) for width in widths for size in CTAS_PER_SM for m in tree_rows(width, size, tiled)]
-    return max(of(*kind) for kind in kinds if kind[0] <= most)
+    return max(of(m, width, size) for width in widths for size in CTAS_PER_SM for m in tiles(width, size))
 
 
 def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
@@ -201,9 +222,10 @@ def _nodes_bytes(
     return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + in_gmem * ctas) * node_bytes(rows, columns)
 
 
-def tree_counter_ints(slots: int) -> int:
-    """Return the counters of a swap-AB launch. All are zero before and after it."""
-    return TICKETS + FAN_IN_LEVELS * slots
+def tree_counter_ints(slots: int, warpgroups: int = 1) -> int:
+    """Return the counters of a swap-AB launch, whose ``warpgroups`` share the rows of a tile. All are zero before and
+    after it."""
+    return TICKETS + FAN_IN_LEVELS * slots * warpgroups
 
 
 def most_new_tokens(max_q_len: int, tokens: int, group: int) -> int:

@@ -145,12 +145,12 @@ def test_a_single_request_is_as_one_of_several(head_dim: int, kv_type: KvType, w
     assert torch.equal(execute(alone.repeated(3).decode(16, mask)), want.expand(3, -1, -1))
 
 
-@pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 2), (512, 1)])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(144, 1), (256, 2), (512, 1)])
 def test_two_levels_of_combines(head_dim: int, kv_heads: int) -> None:
     """There are chunks of one fan-in group and one more, of three groups and of one whole group, and a short window."""
     full, windowed = (config_for(head_dim, mask, 16, rows=33) for mask in (MaskKind.FULL, MaskKind.SLIDING_WINDOW))
     n, chunk = FAN_IN, cut_tokens(full)
-    kv_lens = [(n + 1) * chunk, 2 * n * chunk + 1, n * chunk][: 3 if head_dim == 128 else 1]
+    kv_lens = [(n + 1) * chunk, 2 * n * chunk + 1, n * chunk][: 3 if head_dim == 144 else 1]
     case = Case([1] * len(kv_lens), kv_lens, group=33, kv_heads=kv_heads)
     check_config(full, case, 16, "cpu", schedules(kv_heads, adverse=1))
     check_config(windowed, replace(case, window=2 * chunk), 16, "cpu", schedules(kv_heads, adverse=1))
@@ -173,7 +173,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_slots")
-@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 17, 1), (128, 2, 3, 30), (512, 1, 9, 1)])
+@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 17, 1), (144, 2, 3, 30), (512, 1, 9, 1)])
 def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: int) -> None:
     """Requests with one fan-in group of partials and with two reuse slots."""
     config = config_for(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL, 16, rows=group * q_len)
@@ -190,7 +190,7 @@ def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
     The second request may be done before the first, which still counts its partials in the slot that will count the
     four. One schedule in ten does that.
     """
-    config = config_for(64, MaskKind.FULL, 16, rows=33)
+    config = config_for(144, MaskKind.FULL, 16, rows=33)
     chunks = ([2] * 5 + [4, 4, 2]) * 3
     case = Case([1] * len(chunks), [n * cut_tokens(config) - 5 for n in chunks], group=33, sinks=False)
     check_config(config, case, 16, "cpu", [setting("priority", seed, resident=4)])
@@ -203,6 +203,8 @@ def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
     [
         *((128, *sizes, KvType.WIDE) for sizes in ((8, 1), (8, 3), (32, 5), (16, 2))),
         *((256, 8, kv_heads, KvType.E4M3) for kv_heads in (1, 3, 9)),
+        (64, 64, 3, KvType.WIDE),
+        (64, 32, 3, KvType.E4M3),
     ],
 )
 def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_type: KvType) -> None:
@@ -210,7 +212,7 @@ def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_ty
     alone.
 
     Long lines leave nodes for combines in two rounds. With 32 rows, or 256 columns and half of the shared memory, more
-    levels wait than there is room for.
+    levels wait than there is room for. With 64 rows, or 32 rows of 8 bits, long requests begin the tree above leaves.
     """
     config = config_for(head_dim, MaskKind.FULL, 64, kv_type=kv_type, rows=rows)
     leaf = config.leaf_tokens

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +24,15 @@ from hopwell.kernels.config.base import KvType
 from hopwell.kernels.config.decode import shipped_decode_configs
 from hopwell.kernels.config.mla import shipped_mla_configs
 from hopwell.kernels.config.splitting import (
-    CTAS_PER_SM,
     EIGHT_BIT_SWAP_AB_ROWS,
     FAN_IN_BITS,
     FAN_IN_LEVELS,
+    FIRST_LEAVES,
     LARGE_NODE_FAN_IN_BITS,
     LATENT_SWAP_AB_ROWS,
     RESIDENT_BYTES,
     SWAP_AB_ROWS,
+    ctas_per_sm,
     gmem_levels,
     node_slots,
     share_subtrees,
@@ -137,7 +140,7 @@ def test_every_leaf_of_every_head_list_is_in_one_range(head_lists: int, leaves: 
 def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: int, kv_heads: int) -> None:
     bits = FAN_IN_BITS if columns < 512 else LARGE_NODE_FAN_IN_BITS
     for leaves, requests, sms in itertools.product((1, 999, 100_000), (1, 2), (4, 132)):
-        ctas = sms * CTAS_PER_SM[element_bytes]
+        ctas = sms * ctas_per_sm(rows, element_bytes)
         ranges = of(kv_heads, leaves, requests, ctas, share_subtrees(rows, columns, element_bytes))
         slots = node_slots(rows, kv_heads, columns, ctas, element_bytes)
         assert kv_heads * host(ranges.head_list_slots) <= slots
@@ -183,6 +186,7 @@ class Batch:
     window: int = -1
     ctas: int = 4
     q_len: int = 1  # of every request, in tiles of 8 rows
+    accumulated_levels: int = 0
 
     @property
     def row_tiles(self) -> int:
@@ -195,7 +199,7 @@ class Batch:
         g = device_tuple(DecodeGeometry, **sizes)
         kind = MaskKind.FULL if self.window < 0 else MaskKind.SLIDING_WINDOW
         mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else WIDEST))
-        return StreamKSchedule(g, a, mask, 8, LEAF, SUBTREES, RESIDENT_LEAVES)
+        return StreamKSchedule(g, a, mask, 8, LEAF, SUBTREES, RESIDENT_LEAVES, self.accumulated_levels)
 
     @property
     def lines(self) -> list[int]:
@@ -222,7 +226,7 @@ class ListBatch(Batch):
         g = plain.geometry._replace(q_len=most, tokens=tokens, topk=topk)
         a = plain.addresses._replace(q_offsets=memory.put(offsets))
         mask = TopkMask(MaskKind.CAUSAL, plain.mask.size)
-        return TopkStreamKSchedule(g, a, mask, 16, LEAF, SUBTREES, RESIDENT_LEAVES)
+        return TopkStreamKSchedule(g, a, mask, 16, LEAF, SUBTREES, RESIDENT_LEAVES, 0)
 
     @property
     def lines(self) -> list[int]:
@@ -252,6 +256,8 @@ def published(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> 
 BATCHES = [
     Batch([0, 1, 128, 129, 700, 0, 5000], kv_heads=3),
     Batch([40_000, 3, 9000], kv_heads=2),
+    Batch([40_000, 3, 9000, 1500, 2500], kv_heads=2, ctas=16, accumulated_levels=2),
+    Batch([6000], ctas=64, accumulated_levels=2),
     Batch([40_000, 3, 9000], kv_heads=3),
     Batch([9000, 70_000], kv_heads=3, window=20_000),
     Batch([300, 20_000], kv_heads=5),
@@ -284,7 +290,9 @@ def test_parts_make_whole_output_tiles(batch: Batch, memory: Memory, monkeypatch
         for segment in segments:
             first, end = host(segment.first_leaf), host(segment.end_leaf)
             assert first == ends[-1] < end
-            assert first % (1 << host(segment.shift)) == 0
+            level = host(segment.first_level)
+            assert level == max(min((len(leaves) - 1).bit_length() - FIRST_LEAVES, batch.accumulated_levels), 0)
+            assert first % (1 << max(host(segment.shift), level)) == 0
             assert host(segment.leaves) == len(leaves)
             if host(segment.request.kv_len):
                 assert (host(segment.keys.begin), host(segment.keys.end)) == (leaves.stop - end, leaves.stop - first)
@@ -326,13 +334,13 @@ def test_as_many_leaves_stay_as_have_room(
     assert schedule.resident_leaves * leaf_bytes <= RESIDENT_BYTES < (schedule.resident_leaves + 1) * leaf_bytes
 
 
-def expected(first: int, leaves: int, level: int) -> Any:
-    """Return the node of a line that begins at a leaf."""
-    if level == 0:
-        return first
+def expected(first: int, leaves: int, level: int, first_level: int = 0) -> Any:
+    """Return the node of a line that begins at a leaf. Below ``first_level`` leaves are added one after the other."""
+    if level <= first_level:
+        return functools.reduce(lambda node, leaf: (node, leaf), range(first, min(first + (1 << level), leaves)))
     right = first + (1 << (level - 1))
-    left = expected(first, leaves, level - 1)
-    return left if right >= leaves else (left, expected(right, leaves, level - 1))
+    left = expected(first, leaves, level - 1, first_level)
+    return left if right >= leaves else (left, expected(right, leaves, level - 1, first_level))
 
 
 def the_same(passes: list[Any], pairs: int) -> Any:
@@ -396,12 +404,17 @@ def attend(tree: HostTree, segment: StreamKTile) -> Any:
     node, state, leaves = HostNode(), tree.state, host(segment.leaves)
     state.lanes.own.lane = 0
 
-    def next_leaf(n: int, masked: Any, step: Any) -> Any:
-        node.value = leaves - 1 - n
+    def next_leaf(n: int, masked: Any, step: Any, begins: Any = True) -> Any:
+        leaf = leaves - 1 - n
+        node.value = leaf if host(begins) else (node.value, leaf)
         return step + 1
 
+    levels = host(segment.first_level)
+    kernel = SimpleNamespace(config=SimpleNamespace(accumulated_levels=levels))
+    leaf_tree = SimpleNamespace(kernel=kernel, combine=tree)
+    leaf_tree.place_node = partial(LeafTree.place_node.__wrapped__, leaf_tree)
     combine_segment = LeafTree.combine_segment.__wrapped__
-    step, stored = combine_segment(SimpleNamespace(combine=tree), next_leaf, node, segment, Int32(0))
+    step, stored = combine_segment(leaf_tree, next_leaf, node, segment, Int32(0))
     assert host(step) == host(segment.end_leaf) - host(segment.first_leaf)
     commit(state)
     if host(step) == leaves:
@@ -439,9 +452,13 @@ def test_whoever_combines_finds_the_same_tree(seed: int, state: SimpleNamespace)
     tree = HostTree(*addresses, geometry, *sizes)
     subtrees = -(-leaves >> shift)
     cuts = sorted(random.sample(range(1, subtrees), random.randint(0, min(subtrees - 1, 12)))) if subtrees > 1 else []
-    bounds = [0, *(cut << shift for cut in cuts), leaves]
+    # Segments consist of whole nodes of the tree's first level.
+    first_level = random.choice((0, 0, 1, 2))
+    begins = {cut << shift >> first_level << first_level for cut in cuts} - {0}
+    bounds = [0, *sorted(begins), leaves]
     whole = StreamKTile.from_ints([Int32(0)] * StreamKTile.INTS)
     line = dict(leaves=Int32(leaves), line_start=Int32(random.choice((0, 5))), shift=Int32(shift))
+    line["first_level"] = Int32(first_level)
     segments = [
         replace(whole, **line, first_leaf=Int32(begin), end_leaf=Int32(end), keys=keys_of(leaves - end, leaves - begin))
         for begin, end in itertools.pairwise(bounds)
@@ -449,7 +466,7 @@ def test_whoever_combines_finds_the_same_tree(seed: int, state: SimpleNamespace)
     random.shuffle(segments)
     roots = [attend(tree, segment) for segment in segments]
     assert roots[:-1] == [None] * (len(segments) - 1)
-    assert roots[-1] == expected(0, leaves, (leaves - 1).bit_length())
+    assert roots[-1] == expected(0, leaves, (leaves - 1).bit_length(), first_level)
     assert not any(state.counters.values())
 
 

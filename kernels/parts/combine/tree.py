@@ -18,13 +18,14 @@ nodes of many columns.
 A warpgroup holds a node in registers, each thread the same elements of every node, and stores it in register order.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from hopwell.kernels.config.splitting import ALIGNMENT, TICKETS, fan_in_bits, node_bytes
+from hopwell.kernels.config.splitting import ALIGNMENT, FAN_IN_LEVELS, TICKETS, fan_in_bits, node_bytes
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
@@ -149,6 +150,23 @@ class StoredNodes:
 
 
 @device_struct(frozen=True)
+class RowPart:
+    """The rows of a tile that one warpgroup has, when ``warpgroups`` warpgroups share the tile's rows."""
+
+    index: Int32
+    rows: int
+    warpgroups: int
+
+    @property
+    def first_row(self):
+        return self.index * self.rows
+
+    def of(self, line: StreamKTile) -> StreamKTile:
+        """Return a segment with these rows only."""
+        return line if self.warpgroups == 1 else replace(line, first_row=line.first_row + self.first_row)
+
+
+@device_struct(frozen=True)
 class FanInGroup:
     """Neighbouring nodes in memory that are combined together: 2^bits slots, or fewer at the end of a line."""
 
@@ -197,15 +215,21 @@ class Tree:
     counters: Int64  # address of the counters of fan-in groups
     geometry: DecodeGeometry
     smem_levels: int  # tree levels in shared memory, or the first level in registers
-    rows: int  # of a tile
+    rows: int  # of this warpgroup
     columns: int
     held: Node | None = None  # the first level, if it is in registers
+    warpgroups: int = 1  # that share the rows of a tile; each has its part of a slot, and counters of its own
 
     @staticmethod
-    def create(a: Addresses, g: DecodeGeometry, shared, results, *sizes: int) -> "Tree":
-        """Return the tree; ``sizes`` are the number of shared-memory levels, rows and columns."""
-        aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
-        return Tree(shared, results, aligned, a.tickets + 4 * TICKETS, g, *sizes)
+    def create(a: Addresses, g: DecodeGeometry, shared, results, part: RowPart, *sizes: int) -> "Tree":
+        """Return the tree of a part of a tile's rows. ``sizes`` are the number of shared-memory levels, and the rows
+        and columns of the part."""
+        scratch, counters = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT, a.tickets + 4 * TICKETS
+        *_, rows, columns = sizes
+        if part.warpgroups > 1:
+            scratch += Int64(part.index * node_bytes(rows, columns))
+            counters += Int64(part.index) * (4 * FAN_IN_LEVELS) * Int64(g.slots)
+        return Tree(shared, results, scratch, counters, g, *sizes, warpgroups=part.warpgroups)
 
     @property
     def _node_bytes(self) -> int:
@@ -265,7 +289,7 @@ class Tree:
 
     def _node(self, slot):
         """Return the address of a node in memory."""
-        return self.scratch + Int64(slot) * self._node_bytes
+        return self.scratch + Int64(slot) * (self.warpgroups * self._node_bytes)
 
     def _slot(self, line: StreamKTile, subtree):
         """Return the slot of the node that begins with a subtree of the line.
@@ -292,6 +316,7 @@ class Tree:
 
     @cute.jit
     def _add_waiting(self, node: Node, level) -> None:
+        """Combine a node with the one that waits; levels are counted from the line's first level."""
         if level < self.smem_levels:
             node.add_left(self._smem_level(level))
         else:
@@ -305,8 +330,9 @@ class Tree:
         node.assign(self._load_shared(self.shared))
 
     @cute.jit
-    def wait(self, node: Node, level) -> None:
+    def wait(self, node: Node, line: StreamKTile, level) -> None:
         """Let a node wait at its level for the node to its right."""
+        level -= line.first_level
         if level < self.smem_levels:
             self._keep_in_smem(node, level)
         else:
@@ -322,29 +348,30 @@ class Tree:
         """Store all waiting nodes, which cover leaves [leaf, end), and return all nodes stored so far."""
         while leaf < end:
             level = bit_length(end - leaf) - 1
-            target = self._node(self._slot(line, leaf >> line.shift))
-            if level < self.smem_levels:
-                self._store(target, self._smem_level(level), copy.store_global)
+            target, place = self._node(self._slot(line, leaf >> line.shift)), level - line.first_level
+            if place < self.smem_levels:
+                self._store(target, self._smem_level(place), copy.store_global)
             else:
-                self._store(target, self._load(self._gmem_level(level)), copy.store_global)
+                self._store(target, self._load(self._gmem_level(place)), copy.store_global)
             stored = stored.plus(level, leaf)
             leaf += Int32(1) << level
         return stored
 
     @cute.jit
-    def rise(self, node: Node, leaf, begin, leaves):
-        """Combine the node of a leaf with waiting nodes to its left, as far as possible, and return its (level, index).
+    def rise(self, node: Node, line: StreamKTile, end):
+        """Combine a node of the first level, which ends before leaf ``end`` of the line, with waiting nodes to its
+        left, as far as possible. Return its (level, index).
 
-        The node stops rising in three cases. It has to wait itself. It needs leaves before ``begin``, which another CTA
-        has. It is the root.
+        The node stops rising in three cases. It has to wait itself. It needs leaves before the segment, which another
+        CTA has. It is the root.
         """
-        level, index, ends_line = Int32(0), leaf, leaf + 1 >= leaves
+        level, index, ends_line = line.first_level, (end - 1) >> line.first_level, end >= line.leaves
         rises = index >= 0
         while rises:
             is_right = (index & 1) != 0
-            joins = is_right & (((index - 1) << level) >= begin)
+            joins = is_right & (((index - 1) << level) >= line.first_leaf)
             if joins:
-                self._add_waiting(node, level)
+                self._add_waiting(node, level - line.first_level)
             rises = joins | (ends_line & (index != 0) & ((index & 1) == 0))
             if rises:
                 level += 1

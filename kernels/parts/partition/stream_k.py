@@ -22,9 +22,9 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
-from hopwell.kernels.config.splitting import OWN_SHARE, WASTE
+from hopwell.kernels.config.splitting import FIRST_LEAVES, OWN_SHARE, WASTE
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.core.device import Divisor, bit_length, device_struct, from_lane, running_sum, trailing_zeros
@@ -82,9 +82,10 @@ class StreamKRanges:
     def has_tickets(self):
         return self.own_waves * self.own < self.leaves
 
-    def subtree(self, leaf):
-        """Return the first leaf of a leaf's subtree, counted in its line."""
-        return (leaf >> self.shift) << self.shift
+    def subtree(self, leaf, first_level):
+        """Return the first leaf of a leaf's subtree, counted in its line, or of its node of the first level."""
+        shift = cutlass.max(self.shift, first_level)
+        return (leaf >> shift) << shift
 
     @property
     def head_list_slots(self):
@@ -111,7 +112,7 @@ class LeafSpan(Span):
 class StreamKTile(PackedTile):
     """A segment of a line: the work tile of stream-K."""
 
-    INTS: ClassVar[int] = 23
+    INTS: ClassVar[int] = 24
 
     leaves: Int32  # of the line
     line_start: Int32  # leaves before the line in the head list
@@ -120,6 +121,7 @@ class StreamKTile(PackedTile):
     shift: Int32  # log2 of the leaves of a subtree, as in StreamKRanges
     first_slot: Int32  # of the head list
     cache_policy: Int32  # L2 policy of K and V, see copy.tma_load
+    first_level: Int32  # of the tree; leaves below it are accumulated one after the other
 
     def kv_policy(self):
         return self.cache_policy
@@ -131,6 +133,7 @@ class StreamKSchedule(KeySchedule):
 
     most_subtrees: int  # maximum number of subtrees in a CTA's equal share
     resident_leaves: int  # leaves of all KV heads whose keys and values fit into the L2 cache
+    accumulated_levels: int  # most levels of the tree that a CTA accumulates
 
     def _span(self, index):
         shift = Int32(self.tile_n.bit_length() - 1)
@@ -166,7 +169,14 @@ class StreamKSchedule(KeySchedule):
         first = span.first_leaf + span.leaves - end
         keys = self._keys_of_tokens(request, Int32(0), request.q_len - 1, first * tokens, (end - begin) * tokens)
         numbers = (span.leaves, line_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
-        return StreamKTile(request, Int32(ATTEND), head, first_row, keys, *numbers)
+        return StreamKTile(request, Int32(ATTEND), head, first_row, keys, *numbers, self._first_level(span))
+
+    def _first_level(self, span: LeafSpan):
+        """Return the level of the lowest nodes of a request's tree. It depends on the request alone."""
+        if const_expr(self.accumulated_levels == 0):
+            return Int32(0)
+        levels = bit_length(span.leaves - 1) - FIRST_LEAVES
+        return cutlass.max(cutlass.min(levels, self.accumulated_levels), 0)
 
     @cute.jit
     def publish(self, work_queue) -> None:
@@ -208,7 +218,8 @@ class StreamKSchedule(KeySchedule):
                 lane = lane_of(leaf, before + last_leaf)
                 mine = from_lane(span, lane)
                 line_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.leaves
-                first_leaf, end_leaf = ranges.subtree(leaf - line_start), ranges.subtree(end - line_start)
+                level = self._first_level(mine)
+                first_leaf, end_leaf = (ranges.subtree(each - line_start, level) for each in (leaf, end))
                 if end >= line_start + mine.leaves:
                     end_leaf = mine.leaves
                 if first_leaf < end_leaf:

@@ -117,9 +117,16 @@ class DequantProducts:
         return exponent(self.kernel.config.kv_type)
 
     def load_q(self, stage, first_row) -> None:
-        """Load Q of the warp's rows as float16. A bf16 row is scaled by a power of two that brings it into the float16
-        range."""
+        """Load Q of the warp's rows into registers."""
+        for product, words in enumerate(self.read_q(stage, first_row)):
+            for i, word in enumerate(words):
+                self.q[i // 2 * (2 * self.products) + 2 * product + i % 2] = word
+
+    def read_q(self, stage, first_row) -> list:
+        """Return Q of the warp's rows as float16, for each product of eight rows. A bf16 row is scaled by a power of
+        two that brings it into the float16 range."""
         g, t = place_in_warp()
+        rows = []
         tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.layout.q_columns * HALFWORD_BYTES)
         for product in range(self.products):
             words = []
@@ -133,10 +140,10 @@ class DequantProducts:
             words = in_order(self.kernel.config.kv_type, words)
             if self.kernel.dtype is BFloat16:
                 words = self._to_float16(words, product)
-            for i, word in enumerate(words):
-                self.q[i // 2 * (2 * self.products) + 2 * product + i % 2] = word
+            rows.append(words)
         if self.kernel.dtype is not BFloat16:
             self.row_factor.fill(2.0**-self.exponent)
+        return rows
 
     def scale_scores(self, scale) -> None:
         """Multiply the scores of the loaded Q by ``scale``."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.elements import HALFWORD_BYTES
@@ -19,14 +19,18 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
-from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, place_in_warp, transposed
 from hopwell.kernels.parts.partition.stream_k import StreamKTile
 from hopwell.kernels.parts.rows.packed import PackedRows
 
-# Shared memory behind the nodes: RESULT_BYTES for ``Tree.results``, then STATE_BYTES for one float32 per row and warp.
-# STATE_BYTES fits one warpgroup, or two warpgroups with up to 16 rows.
+# Shared memory behind the nodes of a warpgroup: STATE_BYTES, of which RESULT_BYTES are for ``Tree.results``, and the
+# rest for one float32 per row and warp. The rest fits 48 rows of one warpgroup, or two warpgroups with up to 16 rows.
 RESULT_BYTES, STATE_BYTES = 256, 1024
+
+
+def own_warpgroup():
+    """Return the number of this warpgroup among the warpgroups that follow the producer warps."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS - 1
 
 
 @device_struct
@@ -34,12 +38,11 @@ class WarpgroupExchange:
     """Exchange of one float32 per row between the warps of a warpgroup, through shared memory."""
 
     kernel: Any  # configuration only
-    tiles: SharedTiles
+    state: Int32  # shared address of the float32 values of warpgroup 0
 
     @property
     def warpgroup(self):
-        """Number of this warpgroup among the warpgroups that follow the producer warps."""
-        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS - 1
+        return own_warpgroup()
 
     def meet(self) -> None:
         """Wait for all warps of this warpgroup."""
@@ -47,8 +50,8 @@ class WarpgroupExchange:
 
     def _of_warps(self, r: int):
         """Return the shared address of row r's float32 values, one for each warp of this warpgroup."""
-        row = self.warpgroup * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)
-        return shared_address(self.tiles.staging) + self.kernel.nodes_bytes + RESULT_BYTES + 4 * WARPS * row
+        row = ColumnFragment.first_row() + ColumnFragment.row_offset(r)
+        return self.state + self.warpgroup * self.kernel.state_stride + 4 * WARPS * row
 
     @cute.jit
     def gathered(self, values) -> list:
@@ -70,11 +73,12 @@ class WarpgroupExchange:
 
 @cute.jit
 def write_weights(
-    p, tile_rows: cutlass.Constexpr[int], dtype: cutlass.Constexpr, scores, tile: cutlass.Constexpr[int]
+    p, tile_rows: cutlass.Constexpr[int], dtype: cutlass.Constexpr, scores, tile: cutlass.Constexpr[int], first_row=0
 ) -> None:
-    """Write P of a tile of keys to shared memory ``p`` as tile number ``tile``, in the layout of the tensor cores."""
+    """Write P of a tile of keys to shared memory ``p`` as tile number ``tile``, in the layout of the tensor cores. The
+    rows of ``scores`` are rows of P from ``first_row`` on."""
     g, t = place_in_warp()
-    base = shared_address(p.iterator) + tile * (tile_rows * LEAF_TILE * HALFWORD_BYTES)
+    base = shared_address(p.iterator) + (tile * tile_rows + first_row) * (LEAF_TILE * HALFWORD_BYTES)
     for product in cutlass.range_constexpr(scores.products):
         for c in cutlass.range_constexpr(scores.columns):
             pair = scores.get(2 * product, c), scores.get(2 * product + 1, c)
@@ -140,8 +144,9 @@ class LeafTree:
     def combine_segment(self, next_leaf: cutlass.Constexpr, node: Node, tile: StreamKTile, step):
         """Combine all leaves of a segment.
 
-        ``next_leaf`` computes each leaf into ``node``. Its arguments are the number of the leaf among the keys, whether
-        the leaf needs the mask, and a step. It returns the advanced step.
+        ``next_leaf`` computes each leaf into ``node``, or adds it to ``node`` below the tree's first level. Its
+        arguments are the number of the leaf among the keys, whether the leaf needs the mask, a step and, if leaves are
+        added, whether the leaf begins a node. It returns the advanced step.
 
         ``node`` holds the root if the segment covers its whole output tile. Nodes of other segments are written to
         global memory. Return the step after the segment and the nodes written.
@@ -150,18 +155,37 @@ class LeafTree:
         keys, tree, stored = tile.keys, self.combine, StoredNodes.none()
         leaf, waiting = tile.first_leaf, tile.first_leaf
         for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-            step = next_leaf(n, n < keys.full_begin or n >= keys.full_end, step)
-            level, index = tree.rise(node, leaf, tile.first_leaf, tile.leaves)
-            leaf += 1
-            if (index & 1) != 0:
-                tree.store(node, tile, index << level)
-                stored = stored.plus(level, index << level)
-                waiting = (index + 1) << level
-            elif leaf < tile.leaves:
-                tree.wait(node, level)
+            masked = n < keys.full_begin or n >= keys.full_end
+            if const_expr(self.kernel.config.accumulated_levels == 0):
+                step = next_leaf(n, masked, step)
+                leaf += 1
+                waiting, stored = self.place_node(node, tile, leaf, waiting, stored)
+            else:
+                of_node = (Int32(1) << tile.first_level) - 1
+                step = next_leaf(n, masked, step, (leaf & of_node) == 0)
+                leaf += 1
+                if ((leaf & of_node) == 0) | (leaf == tile.leaves):
+                    waiting, stored = self.place_node(node, tile, leaf, waiting, stored)
         if tile.end_leaf < tile.leaves:
             stored = tree.store_waiting(tile, waiting, tile.end_leaf, stored)
         return step, stored
+
+    @cute.jit
+    def place_node(self, node: Node, tile: StreamKTile, end, waiting, stored: StoredNodes):
+        """Combine a node of the first level, which ends before leaf ``end``, as far as possible, and put the result in
+        its place.
+
+        Return the first leaf of the nodes that wait, and the nodes written.
+        """
+        tree = self.combine
+        level, index = tree.rise(node, tile, end)
+        if (index & 1) != 0:
+            tree.store(node, tile, index << level)
+            stored = stored.plus(level, index << level)
+            waiting = (index + 1) << level
+        elif end < tile.leaves:
+            tree.wait(node, tile, level)
+        return waiting, stored
 
     @cute.jit
     def finish_segment(self, node: Node, tile: StreamKTile, stored: StoredNodes, addresses, geometry) -> None:

@@ -1,4 +1,4 @@
-"""Hopper decode of few rows (swap-AB, stream-K): leaves of keys against up to 32 packed rows, combined as a tree.
+"""Hopper decode of few rows (swap-AB, stream-K): leaves of keys against up to 64 packed rows, combined as a tree.
 
 With so few rows HBM bandwidth is the limit. A stage must be refilled soon after its tile has arrived. So the kernel
 computes the transposed products S^T = K Q^T and O^T = V^T P^T, as ``sm90/mla/swap_ab.py`` does. O of a leaf then takes
@@ -23,7 +23,7 @@ from hopwell.kernels.config.splitting import LEAF_TILE, RESIDENT_BYTES, node_byt
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.combine.tree import Node, Tree
+from hopwell.kernels.parts.combine.tree import Node, RowPart, Tree
 from hopwell.kernels.parts.core.device import device_struct, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
@@ -35,7 +35,15 @@ from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.parts.rows.softmax import ColumnSoftmax
 from hopwell.kernels.sm90.common.mma import issue_mma, make_transposed_mmas
 from hopwell.kernels.sm90.decode.base import DecodeKernel, argument_types
-from hopwell.kernels.sm90.decode.leaves import STATE_BYTES, CoreMatrixOutput, LeafTree, WarpgroupExchange, write_weights
+from hopwell.kernels.sm90.decode.leaves import (
+    RESULT_BYTES,
+    STATE_BYTES,
+    CoreMatrixOutput,
+    LeafTree,
+    WarpgroupExchange,
+    own_warpgroup,
+    write_weights,
+)
 from hopwell.kernels.sm90.decode.loads import KvLoads
 
 
@@ -61,8 +69,20 @@ class SwapABTree:
 
     @property
     def nodes_bytes(self) -> int:
-        """Bytes of shared memory for the tree levels kept there."""
-        return self.config.smem_levels * node_bytes(self.tile.m, self.config.head_dim_v)
+        """Bytes of shared memory for a warpgroup's tree levels kept there."""
+        return self.config.smem_levels * node_bytes(self.warpgroup_rows, self.config.head_dim_v)
+
+    @property
+    def warpgroup_rows(self) -> int:
+        """Rows of a tile that one consumer warpgroup has."""
+        return self.tile.m // self.config.consumer_warpgroups
+
+    @property
+    def state_stride(self) -> int:
+        """Bytes between the float32 values of the rows of two warpgroups: each consumer warpgroup has its own part of
+        the staging, a combine warpgroup shares it."""
+        consumers = self.config.consumer_warpgroups
+        return WARPS * self.staging_bytes if consumers > 1 else 4 * WARPS * self.warpgroup_rows
 
     @property
     def staging_bytes(self) -> int:
@@ -90,16 +110,27 @@ class SwapABTree:
         c = self.config
         subtrees = share_subtrees(self.tile.m, c.head_dim_v, c.splitting_bytes)
         resident = RESIDENT_BYTES // (c.leaf_tokens * HALFWORD_BYTES * sum(c.layout.kv_dims))
-        return self.schedule_type(geometry, addresses, mask, self.tile.m, c.leaf_tokens, subtrees, resident)
+        sizes = (self.tile.m, c.leaf_tokens, subtrees, resident, c.accumulated_levels)
+        return self.schedule_type(geometry, addresses, mask, *sizes)
 
     def softmax(self, scale) -> ColumnSoftmax:
-        return self.products.softmax.create(scale, self.tile.m // QUAD)
+        return self.products.softmax.create(scale, self.warpgroup_rows // QUAD)
 
     def tree(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Tree:
-        """Return the tree that combines leaves."""
-        nodes, levels = shared_address(tiles.staging), self.config.smem_levels
-        sizes = (self.tile.m, self.config.head_dim_v)
-        return Tree.create(addresses, geometry, nodes, nodes + self.nodes_bytes, levels, *sizes)
+        """Return the tree that combines this warpgroup's leaves."""
+        part, nodes = self.row_part(), shared_address(tiles.staging)
+        if const_expr(part.warpgroups > 1):
+            nodes += part.index * (WARPS * self.staging_bytes)
+        sizes = (self.config.smem_levels, part.rows, self.config.head_dim_v)
+        return Tree.create(addresses, geometry, nodes, nodes + self.nodes_bytes, part, *sizes)
+
+    def row_part(self) -> RowPart:
+        """Return the rows of this consumer warpgroup."""
+        warpgroups = self.config.consumer_warpgroups
+        return RowPart(own_warpgroup() if warpgroups > 1 else Int32(0), self.warpgroup_rows, warpgroups)
+
+    def exchange(self, tiles) -> WarpgroupExchange:
+        return WarpgroupExchange(self, shared_address(tiles.staging) + self.nodes_bytes + RESULT_BYTES)
 
     def run_leaves(self, parts: dict[str, Any], exchange, leaves, main_loop, addresses, geometry) -> None:
         """Run the attend role over leaves."""
@@ -118,6 +149,7 @@ class SwapABDecodeSm90(SwapABTree, DecodeKernel):
         warp 3 schedule    segments of output tiles (lines), see parts/partition/stream_k.py
         warps 4..7 attend  from Q K^T to a leaf's node, and from nodes to the output, see parts/combine/tree.py;
                            a warp has 16 keys of each tile, and 16 of every 64 columns of the output
+        warps 8..11 attend  the other half of the rows, if two warpgroups share the rows of a tile
 
     Edges
         q       load_q -> attend      released after the segment's last leaf
@@ -138,7 +170,7 @@ class SwapABDecodeSm90(SwapABTree, DecodeKernel):
 
     @property
     def roles(self) -> dict[str, int]:
-        return {**self.loads.roles, "attend": WARPS, "all others": WARPS * len(self.config.registers) - 1}
+        return {**self.loads.roles, "attend": self.storing_warps, "all others": WARPS * len(self.config.registers) - 1}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         return self.q_edge(roles), *self.loads.edges(roles, self.reader), self._work_edge(roles)
@@ -149,9 +181,10 @@ class SwapABDecodeSm90(SwapABTree, DecodeKernel):
         self.loads.run(warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry)
 
     def run_attend(self, parts: dict[str, Any], softmax_scale, output_scale, addresses, geometry) -> None:
-        exchange, output = WarpgroupExchange(self, parts["tiles"]), self.products.output(self)
+        exchange, output = self.exchange(parts["tiles"]), self.products.output(self)
         leaves = LeafTree(self, exchange, self.tree(addresses, geometry, parts["tiles"]), output, output_scale)
-        self.run_leaves(parts, exchange, leaves, WholeLeaf(), addresses, geometry)
+        main_loop = AccumulatedLeaves() if self.config.accumulated_levels else WholeLeaf()
+        self.run_leaves(parts, exchange, leaves, main_loop, addresses, geometry)
 
 
 def transposed_values(kernel, pv_mma, kv_half, width: int, columns: int):
@@ -160,6 +193,17 @@ def transposed_values(kernel, pv_mma, kv_half, width: int, columns: int):
     t, pv = kernel.tile, pv_mma.get_slice(0)
     layout = cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * width))
     return pv.make_fragment_A(pv.partition_A(cute.composition(kv_half, layout)))
+
+
+def rows_of(tile, part: RowPart):
+    """Return the rows of a part of a tile in shared memory, which has dimensions (rows, columns, stages)."""
+    if part.warpgroups == 1:
+        return tile
+    columns, stages = (cute.size(tile, mode=[i]) for i in (1, 2))
+    first = cute.crd2idx((part.rows, 0, 0), tile.layout)
+    rows = part.rows * part.warpgroups
+    layout = cute.make_layout((part.rows, columns, stages), stride=(1, rows, rows * columns))
+    return cute.composition(cute.make_tensor(tile.iterator + part.index * first, tile.layout), layout)
 
 
 @device_struct
@@ -177,25 +221,27 @@ class ColumnOperands:
     s_layout: Any  # of one tile
     kernel: Any  # configuration only
     products: int  # products of 8 rows, side by side
+    first_row: Any  # of this warpgroup in the tile
 
     @staticmethod
     def fields(kernel, tiles: SharedTiles, mmas: tuple, keys: tuple, columns: int, scored_tiles: int) -> dict[str, Any]:
         """Return the values of the fields above by name. ``keys`` are the halves of K, ``columns`` the columns of the
         output."""
-        t, (qk_mma, pv_mma) = kernel.tile, mmas
+        t, (qk_mma, pv_mma), part = kernel.tile, mmas, kernel.row_part()
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        s_layout = cute.make_layout(qk.partition_shape_C((t.n, t.m)))
+        s_layout = cute.make_layout(qk.partition_shape_C((t.n, part.rows)))
         return dict(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
-            q=qk.make_fragment_B(qk.partition_B(tiles.q)),
+            q=qk.make_fragment_B(qk.partition_B(rows_of(tiles.q, part))),
             k=tuple(qk.make_fragment_A(qk.partition_A(kv_half)) for kv_half in keys),
-            p=pv.make_fragment_B(pv.partition_B(tiles.p)),
+            p=pv.make_fragment_B(pv.partition_B(rows_of(tiles.p, part))),
             s=cute.make_rmem_tensor(cute.size(s_layout) * scored_tiles, Float32),
-            o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((columns, part.rows)), Float32),
             s_layout=s_layout,
             kernel=kernel,
-            products=t.m // MMA_COLUMNS,
+            products=part.rows // MMA_COLUMNS,
+            first_row=part.first_row,
         )
 
     def begin(self, q_ring, work) -> None:
@@ -207,7 +253,7 @@ class ColumnOperands:
 
     def write_weights(self, p, scores, tile: int) -> None:
         """Write P of a tile of keys to ``p`` in shared memory, as tile number ``tile``."""
-        write_weights(p, self.kernel.tile.m, self.kernel.dtype, scores, tile)
+        write_weights(p, self.kernel.tile.m, self.kernel.dtype, scores, tile, self.first_row)
 
     def prepare_values(self, rings, step) -> None:
         """Make P in shared memory visible to the tensor cores, before the warps meet."""
@@ -230,15 +276,17 @@ class LeafOperands(ColumnOperands):
     v: Any
     depth_qk: int
     leaf_tiles: int
+    accumulates: bool  # whether O^T of a leaf is added to O^T
 
     @staticmethod
     def create(kernel, tiles: SharedTiles) -> "LeafOperands":
-        columns, mmas = kernel.layout.columns[1], make_transposed_mmas(kernel.dtype, kernel.tile.m)
+        columns, mmas = kernel.layout.columns[1], make_transposed_mmas(kernel.dtype, kernel.warpgroup_rows)
         return LeafOperands(
             **ColumnOperands.fields(kernel, tiles, mmas, (tiles.k,), columns, kernel.step_tiles),
             v=transposed_values(kernel, mmas[1], tiles.v, columns, columns),
             depth_qk=kernel.layout.depth[0],
             leaf_tiles=kernel.step_tiles,
+            accumulates=kernel.config.accumulated_levels > 0,
         )
 
     def multiply_keys(self, ring, step, q_stage) -> None:
@@ -254,11 +302,11 @@ class LeafOperands(ColumnOperands):
         ring.release(step + self.leaf_tiles - 1)
 
     def multiply_values(self, ring, step) -> None:
-        """Compute O^T of a leaf. The product of its last tile is still in flight on return."""
+        """Compute O^T of a leaf, or add it to O^T. The product of its last tile is still in flight on return."""
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
             v, p = self.v[None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
-            issue_mma(self.pv_mma, self.o, v, p, self.kernel.tile.n, i > 0)
+            issue_mma(self.pv_mma, self.o, v, p, self.kernel.tile.n, self.accumulates or i > 0)
             if i > 0:
                 warpgroup.wait_group(1)
                 ring.release(step + i - 1)
@@ -267,6 +315,9 @@ class LeafOperands(ColumnOperands):
         """Wait until O^T is complete, and release the last stage."""
         warpgroup.wait_group(0)
         ring.release(step + self.leaf_tiles - 1)
+
+    def output(self) -> ColumnFragment:
+        return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
 
     def tile_scores(self, i: int) -> ColumnFragment:
         """Return the scores of tile i of the leaf; a warp has 16 of its keys."""
@@ -293,19 +344,20 @@ class LeafAttend:
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
-        q_ring = self.rings.q
+        q_ring, part = self.rings.q, self.kernel.row_part()
         operands = self.operands.create(self.kernel, self.tiles)
-        node = Node.of(operands.o, self.kernel.tile.m)
+        node = Node.of(operands.o, part.rows)
         step, work = self.leaves.first_step(), Int32(0)
         tile = self.work_queue.read(work)
         while tile.exists:
             # This barrier, like the barrier in Attend.run, tells the compiler that the warps have converged.
             self.exchange.meet()
+            tile = part.of(tile)
             q_ring.wait_full(work)
             operands.begin(q_ring, work)
             if const_expr(self.kernel.config.k_head_scales):
                 operands.scale_scores(self.logits.head_scale(tile))
-            row = self.logits.logit_row(tile, 0, operands.scores())
+            row = partial(self.logits.logit_row, tile, 0, operands.scores())
             next_leaf = partial(self.main_loop.attend_leaf, self, operands, node, q_ring.stage(work), row)
             step, stored = self.leaves.combine_segment(next_leaf, node, tile, step)
             operands.end(q_ring, work)
@@ -319,30 +371,60 @@ class WholeLeaf:
     """Main loop over leaves whose tiles are all in shared memory at once."""
 
     @cute.jit
-    def attend_leaf(self, attend, operands, node: Node, q_stage, row, n, masked, step):
+    def attend_leaf(self, attend, operands, node: Node, q_stage, row: cutlass.Constexpr, n, masked, step):
         """Compute the node of leaf n of the keys; ``step`` is the number of its first tile in this CTA. Return the next
         leaf's step."""
-        k_ring, v_ring = attend.rings.k, attend.rings.v
-        tiles, scores = attend.kernel.config.leaf_tiles, operands.scores()
-        operands.multiply_keys(k_ring, step, q_stage)
-        if masked:
-            for i in cutlass.range_constexpr(tiles):
-                # Tiles come from right to left.
-                first = ((n + 1) * tiles - 1 - i) * LEAF_TILE + warp_in_warpgroup() * ColumnFragment.warp_columns
-                attend.mask.apply(operands.tile_scores(i), first, row)
-        largest = attend.exchange.over_warps([attend.softmax.maximum(scores, r) for r in range(scores.rows)])
+        scores, largest = self.compute_scores(attend, operands, q_stage, row, n, masked, step)
         for r in cutlass.range_constexpr(scores.rows):
             attend.softmax.begin_at(r, largest[r])
             attend.softmax.exponentials(scores, r)
-        for i in cutlass.range_constexpr(tiles):
+        return self.add_values(attend, operands, node, step)
+
+    @cute.jit
+    def compute_scores(self, attend, operands, q_stage, row: cutlass.Constexpr, n, masked, step):
+        """Return the scores of a leaf, and the largest score of each row. ``row`` returns the rows' logit data."""
+        tiles, scores = attend.kernel.config.leaf_tiles, operands.scores()
+        operands.multiply_keys(attend.rings.k, step, q_stage)
+        if masked:
+            rows = row()  # only here: few leaves need a mask, and rows would take registers in all others
+            for i in cutlass.range_constexpr(tiles):
+                # Tiles come from right to left.
+                first = ((n + 1) * tiles - 1 - i) * LEAF_TILE + warp_in_warpgroup() * ColumnFragment.warp_columns
+                attend.mask.apply(operands.tile_scores(i), first, rows)
+        largest = attend.exchange.over_warps([attend.softmax.maximum(scores, r) for r in range(scores.rows)])
+        return scores, largest
+
+    @cute.jit
+    def add_values(self, attend, operands, node: Node, step):
+        """Compute O^T of a leaf, or add it to O^T, and set the statistics of the node. Return the next leaf's step."""
+        v_ring, softmax = attend.rings.v, attend.softmax
+        for i in cutlass.range_constexpr(attend.kernel.config.leaf_tiles):
             operands.write_weights(attend.tiles.p, operands.tile_scores(i), i)
         operands.prepare_values(v_ring, step)
         attend.exchange.meet()
         operands.multiply_values(v_ring, step)
-        for r in cutlass.range_constexpr(scores.rows):
-            node.reference[r], node.total[r] = attend.softmax.partial(r, scores.lanes_per_row)
+        for r in cutlass.range_constexpr(node.rows):
+            node.reference[r], node.total[r] = softmax.partial(r, ColumnFragment.lanes_per_row)
         operands.finish_values(v_ring, step)
         return step + attend.kernel.step_tiles
+
+
+@dataclass
+class AccumulatedLeaves(WholeLeaf):
+    """Main loop that adds up the leaves below the tree's first level in registers, from right to left."""
+
+    @cute.jit
+    def attend_leaf(self, attend, operands, node: Node, q_stage, row: cutlass.Constexpr, n, masked, step, begins):
+        """Add leaf n to the node, which is empty if the leaf ``begins`` a node."""
+        softmax = attend.softmax
+        if begins:
+            softmax.reset()
+            operands.o.fill(0.0)
+        scores, largest = self.compute_scores(attend, operands, q_stage, row, n, masked, step)
+        for r in cutlass.range_constexpr(scores.rows):
+            softmax.accumulate(scores, r, largest[r])
+        softmax.rescale_output(operands.output())
+        return self.add_values(attend, operands, node, step)
 
 
 WGMMA = LeafProducts(LeafOperands, Reader.TENSOR_CORES)

@@ -31,7 +31,7 @@ from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.sm90.common.kernel import Q_WARP
 from hopwell.kernels.sm90.common.mma import issue_mma, make_transposed_mmas
 from hopwell.kernels.sm90.decode.base import DecodeKernel
-from hopwell.kernels.sm90.decode.leaves import LeafTree, WarpgroupExchange
+from hopwell.kernels.sm90.decode.leaves import LeafTree
 from hopwell.kernels.sm90.decode.swap_ab import (
     ColumnOperands,
     LeafProducts,
@@ -118,7 +118,7 @@ class SwapABMlaSm90(SwapABTree, DecodeKernel):
             self.load_all_q(addresses, geometry, tiles, rings, work_queue)
 
     def run_attend(self, parts: dict[str, Any], softmax_scale, output_scale, addresses, geometry) -> None:
-        exchange, tree = WarpgroupExchange(self, parts["tiles"]), self.tree(addresses, geometry, parts["tiles"])
+        exchange, tree = self.exchange(parts["tiles"]), self.tree(addresses, geometry, parts["tiles"])
         if self.config.has_combine_role:
             leaves = LeafHandOver(parts["rings"].leaf, tree)
         else:
@@ -128,7 +128,7 @@ class SwapABMlaSm90(SwapABTree, DecodeKernel):
 
     def run_combine(self, tiles, rings, work_queue, addresses, geometry, output_scale) -> None:
         tree = replace(self.tree(addresses, geometry, tiles), held=self._node())
-        exchange, output = WarpgroupExchange(self, tiles), self.products.output(self)
+        exchange, output = self.exchange(tiles), self.products.output(self)
         leaves = LeafTree(self, exchange, tree, output, output_scale)
         LeafCombine(rings.leaf, leaves).run(self._node(), work_queue, addresses, geometry)
 
@@ -209,7 +209,7 @@ class TileByTile:
     """Main loop over leaves of latent keys tile by tile, because shared memory cannot hold a whole leaf."""
 
     @cute.jit
-    def attend_leaf(self, attend, operands, node: Node, q_stage, row, n, masked, step):
+    def attend_leaf(self, attend, operands, node: Node, q_stage, row: cutlass.Constexpr, n, masked, step):
         """Compute the node of leaf n of the keys; ``step`` is the number of its first tile in this CTA. Return the next
         leaf's step."""
         attend.softmax.reset()
@@ -217,7 +217,7 @@ class TileByTile:
         tiles = attend.kernel.step_tiles
         for i in cutlass.range(tiles, unroll=1):
             # Tiles come from right to left.
-            self.attend_tile(attend, operands, q_stage, row, (n + 1) * tiles - 1 - i, masked, step + i)
+            self.attend_tile(attend, operands, q_stage, row(), (n + 1) * tiles - 1 - i, masked, step + i)
         for r in cutlass.range_constexpr(node.rows):
             node.reference[r], node.total[r] = attend.softmax.partial(r, ColumnFragment.lanes_per_row)
         return step + tiles

@@ -221,6 +221,8 @@ def covering_decode_configs() -> list[DecodeConfig]:
             return stands
         # Rows and columns affect the whole combine of nodes; masks, fetches and dtypes only affect the code before it.
         every_size = c.dtype == "bf16" and c.mask is MaskKind.FULL and plain[1]
+        if c.head_dim_qk == 64 and c.rows == splitting.ROWS:
+            return stands and plain[1]
         return every_size or (c.head_dim_qk == 128 and stands and (c.rows == SWAP_AB_ROWS[0] or plain[1]))
 
     # Padded columns occur in both fetches: boxes, and rows that are padded. One output has 8 bits.

@@ -1,0 +1,216 @@
+"""Hopper decode with drafts over 8-bit caches: K and V^T are dequantized in registers on their way to wgmma.
+
+wgmma takes operand A from registers. In S^T = K Q^T and O^T = V^T P^T these are K and V^T. Each key is dequantized by
+the warps that multiply it, once for all rows of a warpgroup, and never returns to shared memory. Two warpgroups have
+half of a tile's rows each. Both dequantize all keys.
+
+All operands are float16, as in ``dequant_products.py``. Lanes read 16 adjacent bytes of a key, whereas operand A has
+elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of sixteen. The order of columns in a product is free, so Q is rewritten in
+the order of the keys, once in a segment and in place.
+
+Steady state: memory is the limit. A leaf is four tiles, A to D.
+
+    memory         | K of A' to D'                               | V of A' to D'                     | ...
+    tensor cores   | S(A) | S(B) | S(C) | S(D) |                 | O += P V (A) | O += P V (B) | ... |  waits
+    attend         | K(A) | K(B) | K(C) | K(D) | softmax, P, sync | V(A) | V(B) | V(C) | V(D) | nodes |  waits
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.splitting import LEAF_TILE
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import LANES, WARPS
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import shared_address, shared_array, warp_in_warpgroup
+from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
+from hopwell.kernels.parts.core.pipeline import Reader
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, MMA_DEPTH, place_in_warp
+from hopwell.kernels.parts.dequant.eight_bit import dequantized
+from hopwell.kernels.parts.rows.softmax import HalfSoftmax
+from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.sm90.decode.base import argument_types
+from hopwell.kernels.sm90.decode.dequant_products import DequantProducts, padded
+from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantLeafOperands, VectorOutput, WarpColumns
+from hopwell.kernels.sm90.decode.leaves import WarpgroupExchange, write_weights
+from hopwell.kernels.sm90.decode.swap_ab import LeafProducts, SwapABDecodeSm90, rows_of
+
+BUFFERS = 2  # tiles of operand A: one is multiplied while the next is dequantized
+TILE_CORE_MATRICES = LANES // copy.ATOM_ROWS  # of V, that one ldmatrix loads
+
+
+@dataclass
+class WgmmaDequantOperands(DequantLeafOperands):
+    """Operands of a warpgroup. ``q`` and ``p`` are operand B in shared memory, in float16."""
+
+    qk_mma: Any
+    pv_mma: Any
+    p: Any
+    keys: tuple  # operand A of tiles of K, and of V
+    values: tuple
+    exchange: WarpgroupExchange
+    first_row: Any  # of this warpgroup in the tile
+
+    @staticmethod
+    def create(kernel, tiles: SharedTiles) -> "WgmmaDequantOperands":
+        config, part, n = kernel.config, kernel.row_part(), kernel.tile.n
+        products, blocks = part.rows // MMA_COLUMNS, -(-config.head_dim_v // BLOCK_COLUMNS)
+        mma = make_mma(
+            Float16, (WARPGROUP_ROWS, part.rows), warpgroup.OperandSource.RMEM, OperandMajorMode.K, warpgroups=1
+        )
+        thread = mma.get_slice(0)
+        fields = DequantProducts.fields(kernel, tiles, products)
+        q, p = (rows_of(as_float16(tile), part) for tile in (tiles.q, tiles.p))
+
+        def operand(depth: int):
+            return thread.make_fragment_A(thread.partition_shape_A((WARPGROUP_ROWS, depth)))
+
+        return WgmmaDequantOperands(
+            **fields | dict(q=thread.make_fragment_B(thread.partition_B(q))),
+            p_tile=shared_address(tiles.p.iterator),
+            s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
+            o=cute.make_rmem_tensor(4 * products * blocks, Float32),
+            leaf_tiles=kernel.step_tiles,
+            at_once=1,
+            columns=WarpColumns.of(config),
+            qk_mma=mma,
+            pv_mma=mma,
+            p=thread.make_fragment_B(thread.partition_B(p)),
+            keys=tuple(operand(padded(kernel.layout.tile_dims[0])) for _ in range(BUFFERS)),
+            values=tuple(tuple(operand(n) for _ in range(blocks)) for _ in range(BUFFERS)),
+            exchange=kernel.exchange(tiles),
+            first_row=part.first_row,
+        )
+
+    def begin(self, q_ring, work) -> None:
+        """Rewrite this warpgroup's rows of Q in float16, in the order in which lanes read columns of K."""
+        g, t = place_in_warp()
+        m, stage = self.kernel.tile.m, q_ring.stage(work)
+        words = self.read_q(stage, self.first_row)
+        self.exchange.meet()  # every warp has read all rows
+        tile = self.q_tile + stage * (m * self.kernel.layout.q_columns * HALFWORD_BYTES)
+        for product in range(self.products):
+            self._write_q(tile, product, words[product], g, t)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.exchange.meet()
+
+    @cute.jit
+    def _write_q(self, tile, product: cutlass.Constexpr[int], words: list, g, t) -> None:
+        """Write eight rows, by one of the warps."""
+        if warp_in_warpgroup() == product % WARPS:
+            row = self.first_row + product * MMA_COLUMNS + g
+            for i in cutlass.range_constexpr(len(words)):
+                block, vector = divmod(i, copy.VECTORS_PER_ROW)
+                column_block = tile + block * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
+                shared_array(Uint32, copy.swizzled_vector(column_block, row, vector) + 4 * t)[0] = words[i]
+
+    def end(self, q_ring, work) -> None:
+        """Release Q after the segment's last product."""
+        q_ring.release(work)
+
+    def output(self) -> ColumnFragment:
+        return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
+
+    def multiply_keys(self, ring, step, q_stage) -> None:
+        for i in range(self.leaf_tiles):
+            operand = self.keys[i % BUFFERS]
+            ring.wait_full(step + i)
+            if i >= BUFFERS:
+                warpgroup.wait_group(BUFFERS - 1)
+            self._read_keys(operand, self._stage(ring, step, i))
+            self._give_back(ring, [step + i])
+            q = self.q[None, None, None, q_stage]
+            issue_mma(self.qk_mma, self._accumulators(self.s, i), operand, q, self._depth, False)
+        warpgroup.wait_group(0)
+        if const_expr(self.kernel.dtype is BFloat16 or self.exponent != 0 or self.kernel.config.k_head_scales):
+            scores = self.scores()
+            for r in range(scores.rows):
+                for c in range(scores.columns):
+                    scores.set(r, c, scores.get(r, c) * self.row_factor[r])
+
+    @property
+    def _depth(self) -> int:
+        return padded(self.kernel.layout.tile_dims[0])
+
+    def _accumulators(self, registers, i: int):
+        """Return the accumulators of 64 keys or columns: a lane's registers in the order of wgmma."""
+        layout = cute.make_layout(self.qk_mma.get_slice(0).partition_shape_C((WARPGROUP_ROWS, 8 * self.products)))
+        return cute.make_tensor(registers.iterator + i * cute.size(layout), layout)
+
+    def _read_keys(self, operand, stage) -> None:
+        """Dequantize a tile of K: this warp's two core matrices of eight keys."""
+        g, t = place_in_warp()
+        words, depth, kind = cute.recast_tensor(operand, Uint32), 0, self.kernel.config.kv_type
+        first = warp_in_warpgroup() * (ColumnFragment.warp_columns // copy.ATOM_ROWS)
+        for block in self.key_blocks:
+            rows = [self.rows(self.k_tile, 0, stage, first + i, block) for i in range(2)]
+            part = self.element.bytes_of(block.key_part)
+            load_bytes = min(part, copy.VECTOR_BYTES)
+            for byte in range(0, part, load_bytes):
+                keys = [copy.load_shared(self._place(row, g, t, part, byte), load_bytes // 4) for row in rows]
+                for pair in zip(*keys, strict=True):
+                    wide = [dequantized(kind, word) for word in pair]
+                    for half in range(2):
+                        for row in range(2):
+                            words[4 * depth + 2 * half + row] = wide[row][half]
+                    depth += 1
+
+    def write_weights(self, p, scores, tile: int) -> None:
+        """Write P of a tile of keys in float16."""
+        write_weights(p, self.kernel.tile.m, Float16, scores, tile, self.first_row)
+
+    def prepare_values(self, ring, step) -> None:
+        """Make P in shared memory visible to the tensor cores, before the warps meet."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def multiply_values(self, ring, step) -> None:
+        """Add O^T of a leaf. The products of its last tiles are still in flight on return."""
+        blocks = len(self.values[0])
+        for i in range(self.leaf_tiles):
+            ring.wait_full(step + i)
+            if i >= BUFFERS:
+                warpgroup.wait_group(blocks * (BUFFERS - 1))
+            stage = self._stage(ring, step, i)
+            for block, operand in enumerate(self.values[i % BUFFERS]):
+                self._read_values(operand, stage, block)
+            self._give_back(ring, [step + i])
+            for block, operand in enumerate(self.values[i % BUFFERS]):
+                p = self.p[None, None, None, i]
+                issue_mma(self.pv_mma, self._accumulators(self.o, block), operand, p, LEAF_TILE, True)
+
+    def _read_values(self, operand, stage, block: int) -> None:
+        """Dequantize 64 columns of a tile of V: this warp's vector of sixteen, for all keys."""
+        words, vector = cute.recast_tensor(operand, Uint32), block
+        for first in range(0, LEAF_TILE, LANES):
+            columns = self._columns(stage, first, vector)
+            for k in range(0, TILE_CORE_MATRICES, 2):
+                depth = (first + k * copy.ATOM_ROWS) // MMA_DEPTH
+                for half in range(2):
+                    for row in range(2):
+                        words[4 * depth + 2 * half + row] = columns[k + half][row]
+
+    def finish_values(self, ring, step) -> None:
+        """Wait until O^T is complete."""
+        warpgroup.wait_group(0)
+
+
+def as_float16(tile):
+    """Return a tile of 16-bit elements in shared memory, in rows of 128 bytes, as float16."""
+    swizzle = copy.swizzled_layout(Float16, copy.ATOM_ROWS, BLOCK_COLUMNS).inner
+    return cute.make_tensor(cute.recast_ptr(tile.iterator, swizzle, dtype=Float16), tile.layout)
+
+
+DEQUANT_WGMMA = LeafProducts(WgmmaDequantOperands, Reader.SYNCED_LANES, HalfSoftmax, VectorOutput)
+
+
+def build(config: DecodeConfig) -> Any:
+    """Return the traceable launch function of a config and example arguments to compile it with."""
+    return SwapABDecodeSm90(config, DEQUANT_WGMMA), example_arguments(argument_types(config), floats=3)
