@@ -29,6 +29,7 @@ from helpers.covering.configs import (
 
 from hopwell.kernels import compile_ahead
 from hopwell.kernels.append.config import CacheType, shipped_append_configs
+from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import KernelConfig, KvFetch, KvType
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.config.mla import MlaConfig
@@ -212,6 +213,11 @@ SPILL = (
     *(f"mla_sm_90a_e4m3_to_bf16_d576_512_causal_pages{rows}" for rows in ("8", "16")),
     "prefill_sm_90a_e4m3_to_bf16_d192_sliding_window_packed",
 )
+# Bytes of stack of decode with 64 rows in two warpgroups and more than 64 columns, by the bytes of an element of K.
+# O, S and the state of 32 rows fill the registers of a warpgroup. Over 16-bit caches a leaf stores and reads three
+# registers, and over 8-bit caches two. The others are stored once in a node or a segment. Stores take time: with twelve
+# instead of three registers in a leaf, eight new tokens took 404 instead of 388 us (H100, 2026-11-26).
+SHARED_ROWS_STACK = {1: 16, 2: 40}
 # Softmax threads of tcgen05 prefill have 96 registers, see ``test_tcgen05_resources.py``.
 TCGEN05_STACK = 168
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
@@ -305,6 +311,8 @@ def most_stack(config: KernelConfig) -> int:
         return NARROW_STACK if dequantizes_for_itself(config) else SM120_STACK[config.family]
     if isinstance(config, Sm100PrefillConfig):
         return TCGEN05_STACK
+    if isinstance(config, DecodeConfig) and config.accumulated_levels and config.head_dim_v > 64:
+        return SHARED_ROWS_STACK[config.kv_bytes] if config.rows == splitting.ROWS else 0
     return 8 if config.name.startswith(SPILL) else 0
 
 
