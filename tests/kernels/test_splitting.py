@@ -20,6 +20,7 @@ from hopwell.kernels.config.splitting import (
     ROWS,
     SLOT_COUNTERS,
     STATISTICS,
+    SWAP_AB_ROWS,
     TICKETS,
     UNDER_WAY,
     chunk_tokens,
@@ -30,6 +31,7 @@ from hopwell.kernels.config.splitting import (
     scratch_bytes,
     slot_bytes,
     slot_count,
+    tree_rows,
 )
 from hopwell.kernels.problem import Family
 from hopwell.kernels.registry import shipped_configs as shipped
@@ -124,3 +126,9 @@ def test_counters() -> None:
     """Each slot has an epoch, and counters of the present partials of a fan-in group and of a request."""
     assert counter_ints(0) == TICKETS
     assert counter_ints(100) - counter_ints(99) == SLOT_COUNTERS
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256, 512])
+def test_tiles_of_few_rows_have_8_over_narrow_caches(columns: int) -> None:
+    """Only wgmma has more rows over 8-bit caches; mma.sync reads the keys again for each tile of 8 rows."""
+    assert tree_rows(columns, 1, tiled=True) == SWAP_AB_ROWS[:1]
