@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
-from helpers.cases.decode import Case, check_config, cut_tokens, fewest_rows
+from helpers.cases.decode import Case, check_config, cut_tokens, fewest_rows, takes_ragged_drafts
 from helpers.device.sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config.base import KvFetch
@@ -29,8 +28,7 @@ def small_case(config: DecodeConfig) -> None:
     case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group, kv_heads=2, window=chunk + 3)
     if config.mask is MaskKind.DRAFT:
         most, group = (8, config.rows // 8) if config.rows < ROWS else (33, 3)
-        # Ragged drafts take kernels with short leaves, whose leaves differ from this kernel's if it has many rows.
-        ragged = replace(config, short_leaves=config.has_tree).leaf_tiles == config.leaf_tiles
+        ragged = takes_ragged_drafts(config)
         q_lens = [3, 0, most, 5] if ragged else [most] * 4
         case = Case(q_lens, [1, 9, chunk + 20, 2 * chunk + 40], group, ragged=ragged)
     check_config(config, case, 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows)

@@ -11,7 +11,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.cases.decode import HEAD_DIMS, Case, batch_of, check_config, config_for, cut_tokens, fewest_rows, mask_of
+from helpers.cases.decode import (
+    HEAD_DIMS,
+    Case,
+    batch_of,
+    check_config,
+    config_for,
+    cut_tokens,
+    fewest_rows,
+    mask_of,
+    takes_ragged_drafts,
+)
 from helpers.covering.configs import COVERING_DECODE
 from helpers.device.schedules import schedules, setting
 
@@ -87,9 +97,7 @@ def test_decode(config: DecodeConfig, page_size: int) -> None:
         q_lens, kv_lens = zip(*drafts(chunk, most), strict=True)
         window = (-1, 100, 0, chunk - 5)[seed % 4]
         kind = ("tree", "any", "full", "linear", "none")[seed % 5]
-        # Ragged drafts of 17 to 32 rows over 16-bit caches take kernels with short leaves.
-        ragged = config.kv_type is not KvType.WIDE or config.leaf_tiles == replace(config, short_leaves=True).leaf_tiles
-        ragged = ragged or not config.has_tree or config.rows == ROWS
+        ragged = takes_ragged_drafts(config)
         q_lens = q_lens if ragged else [most] * len(q_lens)
         case = Case(q_lens, kv_lens, group, window=window, drafts=kind, ragged=ragged)
     check_config(config, case, page_size, "cpu", schedules(10 * seed))

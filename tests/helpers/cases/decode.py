@@ -71,6 +71,13 @@ def fewest_rows(config: DecodeConfig) -> int:
     return 1 + max((m for m in others if m < config.rows), default=0)
 
 
+def takes_ragged_drafts(config: DecodeConfig) -> bool:
+    """Whether ragged drafts resolve to this kernel, not to one with short leaves."""
+    may_be_short = config.has_tree and config.rows in SWAP_AB_ROWS and config.kv_type is KvType.WIDE
+    short = replace(config, short_leaves=may_be_short)
+    return (short.leaf_tiles, short.accumulated_levels) == (config.leaf_tiles, config.accumulated_levels)
+
+
 def draft_bits(kind: str, q_len: int, seed: int) -> torch.Tensor:
     """Return [q_len, q_len], true if a new token sees another."""
     own = torch.eye(q_len, dtype=torch.bool)
