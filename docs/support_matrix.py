@@ -64,7 +64,8 @@ ROWS = (
 NOTES = """\
 1. A model, not a measurement, predicts 78 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
    ([blackwell.md](docs/kernels/blackwell.md)).
-2. fp8 is no faster than bf16 with this instruction: 0.65 of the bf16 rate on an H200, at 1 x 16384 tokens.
+2. Head dims 64, 128 and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens. Other head dims use `mma.sync`,
+   where fp8 is no faster than bf16: 0.65 of the bf16 rate on an H200.
 3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.
 4. The kernel for up to 32 rows (query heads of a KV head times new tokens) dequantises in registers. From 33 rows on,
    and at head dim 512, fp8 and int8 caches use `wgmma`.

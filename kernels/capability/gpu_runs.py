@@ -35,7 +35,9 @@ _BOTH = {
     """),
     Family.APPEND: _keys("16bit fp8_kv nvfp4_kv page_size cache tensor_scales"),
 }
-HOPPER_KERNELS, SM120_KERNELS = _BOTH, _BOTH
+_HOPPER_ALONE = {Family.PREFILL: _keys("local_window"), Family.DECODE: _keys("unequal_head_dim head_scales")}
+HOPPER_KERNELS = {family: keys | _HOPPER_ALONE.get(family, frozenset()) for family, keys in _BOTH.items()}
+SM120_KERNELS = _BOTH
 
 
 def mark(family: Family, key: str, arch: str, instruction: str) -> str:
