@@ -67,8 +67,8 @@ NOTES = """\
 2. Head dims 64, 128 and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens. Other head dims use `mma.sync`,
    where fp8 is no faster than bf16: 0.65 of the bf16 rate on an H200.
 3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.
-4. The kernel for up to 32 rows (query heads of a KV head times new tokens) dequantises in registers. From 33 rows on,
-   and at head dim 512, fp8 and int8 caches use `wgmma`.
+4. Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 8 rows, and `wgmma` for
+   more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and head dim 512 uses `wgmma` alone.
 5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
    32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
    Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).

@@ -22,10 +22,10 @@ from hopwell.kernels.parts.rows import softmax as softmax_module
 from hopwell.kernels.parts.rows.mask import LogitRow
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.skip import SkipRule
-from hopwell.kernels.parts.rows.softmax import MOST_BELOW, SLACK, OnlineSoftmax, TileSoftmax
+from hopwell.kernels.parts.rows.softmax import LN_2, MOST_BELOW, SLACK, OnlineSoftmax, TileSoftmax
 from hopwell.kernels.problem import ScoreKind
 from hopwell.kernels.sm100.prefill import softmax as packed_module
-from hopwell.kernels.sm100.prefill.softmax import PackedSoftmax, polynomial_powers
+from hopwell.kernels.sm100.prefill.softmax import SLACK_BELOW, Fp8PackedSoftmax, PackedSoftmax, polynomial_powers
 
 # The DSL warns about weights too small for float32, which are zero on the device.
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("ignore::cutlass.base_dsl.common.DSLWarning")]
@@ -36,7 +36,9 @@ CLOSE = dict(rel=1e-5, abs=1e-30)  # constants are float32
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    arithmetic.use(monkeypatch, OnlineSoftmax, TileSoftmax, PackedSoftmax, ScoreMap, SkipRule, softmax_module)
+    arithmetic.use(
+        monkeypatch, OnlineSoftmax, TileSoftmax, PackedSoftmax, Fp8PackedSoftmax, ScoreMap, SkipRule, softmax_module
+    )
     monkeypatch.setattr(packed_module, "_add_exponent", add_exponent)
 
 
@@ -401,6 +403,30 @@ class TestScores:
     def test_there_are_no_other_kinds(self) -> None:
         known = {"SCALED", "SOFT_CAP", "LARGE_SOFT_CAP", "ALIBI", "CAPPED_ALIBI"}
         assert {kind.name for kind in ScoreKind} == known, "each is tested above"
+
+
+class TestFp8PackedSoftmax:
+    @staticmethod
+    def references(*maxima: float) -> list[tuple[float, float]]:
+        """Return the reference and the factor of O after each tile with these largest scores, at a scale of 1."""
+        state, found = Fp8PackedSoftmax(**vars(softmax(1.0)), polynomial_eighths=2), []
+        state.reset()
+        for maximum in maxima:
+            state.choose_reference(0, Float32(maximum))
+            found.append((number(state.reference[0]), number(state.rescale[0])))
+        return found
+
+    def test_it_follows_larger_scores_and_far_lower_ones(self) -> None:
+        unit = LN_2  # of a power of two
+        far = -(SLACK_BELOW + 1) * unit
+        found = self.references(0.0, -SLACK_BELOW * unit * 0.9, far, 5 * unit, -100 * unit)
+        assert [reference / unit for reference, _ in found] == pytest.approx([0, 0, far / unit, 5, 5 - MOST_BELOW])
+        assert [factor for _, factor in found[1:]] == pytest.approx([1.0, 2.0**3, 2.0**-8, 2.0**MOST_BELOW])
+
+    def test_a_tile_that_the_row_does_not_see_changes_nothing(self) -> None:
+        (_, _), (reference, factor), (seen, _) = self.references(3.0, -INF, 3.0)
+        assert (reference, factor, seen) == (3.0, 1.0, 3.0)
+        assert self.references(-INF, 2.0)[1][0] == 2.0
 
 
 class TestSkipRule:

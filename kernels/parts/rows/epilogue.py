@@ -99,14 +99,6 @@ class OutputRows:
                     self.write(place, words, token, rows.head(core_matrix), column)
             cute.arch.sync_warp()
 
-    def write_row(self, token, values: list, dtype, first_column: int) -> None:
-        """Round ``values``, neighbouring columns of a row that one lane has, and store them."""
-        place = self.address + token * self.row_bytes + self.bytes_of(first_column)
-        columns = min(len(values), 8 * copy.VECTOR_BYTES // self.element_bits)
-        for c in range(0, len(values), columns):
-            words = self.converted(values[c : c + columns], dtype)
-            self.write(place + self.bytes_of(c), words, token, 0, first_column + c)
-
     def pass_columns(self, output) -> int:
         """Columns staged through shared memory in one pass."""
         return output.pass_columns
@@ -142,6 +134,14 @@ class ConvertedRows(OutputRows):
     def converted(self, values: list, dtype) -> list:
         """Return the words of some neighbouring values."""
         return [copy.pack_x2(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+    def write_row(self, token, values: list, dtype, first_column: int) -> None:
+        """Round ``values``, neighbouring columns of a row that one lane has, and store them."""
+        place = self.address + token * self.row_bytes + self.bytes_of(first_column)
+        columns = min(len(values), 8 * copy.VECTOR_BYTES // self.element_bits)
+        for c in range(0, len(values), columns):
+            words = self.converted(values[c : c + columns], dtype)
+            self.write(place + self.bytes_of(c), words, token, 0, first_column + c)
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,7 @@ class MlaSm100(MlaSm90):
         tmem.before_signal()
         pair.meet()  # nothing arrives at the barriers of either CTA any more
         if warp == MMA_WARP:
+            tmem.after_signal()
             tmem.free(tensor_memory, CTAS)
 
 

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
-from hopwell.kernels.parts.rows.epilogue import OutputRows, output_rows
+from hopwell.kernels.parts.rows.epilogue import ConvertedRows, output_rows
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
 
@@ -89,7 +89,7 @@ class Correction:
         cute.arch.sync_warp()
 
     @cute.jit
-    def store(self, rows: OutputRows, index, factor, has_keys):
+    def store(self, rows: ConvertedRows, index, factor, has_keys):
         """Write O times ``factor`` to this thread's row of the output, or zeros if no row has a key."""
         token = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
         for first in cutlass.range_constexpr(0, rows.columns, tmem.COLUMNS_AT_ONCE):

@@ -169,6 +169,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         tmem.before_signal()
         cute.arch.sync_threads()
         if warp == MMA_WARP:
+            tmem.after_signal()
             tmem.free(tensor_memory)
 
 

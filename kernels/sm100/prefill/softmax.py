@@ -30,7 +30,7 @@ _ROUNDING = float(3 << 22)
 _LEAST_EXPONENT = -127.0  # of a nonzero result; the polynomial is 0 at exactly this exponent
 SLACK_BELOW = 2.0  # powers of two by which all e4m3 weights of a tile may lie below their largest value
 EXCHANGED_BYTES = 2 * 4 * LANES * ROLES.roles["softmax"].warps  # two float32 of each softmax thread
-LARGEST_SUM = 2.0**64  # of the exponentials of a step, at most 2^SLACK or 2^(headroom + SLACK_BELOW) each
+LARGEST_SUM = 2.0**64  # of the exponentials of a step, at most 2^SLACK, or 2^headroom in e4m3, each
 
 
 @dataclass
@@ -44,9 +44,6 @@ class PackedSoftmax(OnlineSoftmax):
     def of(cls, scale, polynomial_eighths: int) -> "PackedSoftmax":
         common = OnlineSoftmax.create(scale, LaneRow.rows)
         return cls(**vars(common), polynomial_eighths=polynomial_eighths)
-
-    def sum_of_lanes(self, value, lanes: int):
-        return value
 
     @cute.jit
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
@@ -88,7 +85,8 @@ class Fp8PackedSoftmax(PackedSoftmax):
     def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
         reference, before = tile_reference(self, r, row_max), self.reference[r]
-        is_near = reference * self.scale >= before * self.scale - SLACK_BELOW
+        # A tile that the row does not see leaves the reference as it is.
+        is_near = (reference * self.scale >= before * self.scale - SLACK_BELOW) | (row_max == -Float32.inf)
         self.follow(r, before if (row_max <= before) & is_near else reference)
 
 
