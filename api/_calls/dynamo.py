@@ -72,6 +72,8 @@ def call_op(function: Callable[..., Any], main: str, given: Mapping[str, Any]) -
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     arguments = {name: given[name] for name in names}
     kind = given[main]
+    while isinstance(kind, (tuple, list)):  # of tensors, as in the FMHAv2 entry
+        kind = kind[0]
     # Tensors with data are constants of a graph, if torch's mode allows them.
     if has_no_data(kind) and not (
         isinstance(kind, FunctionalTensor) or (isinstance(kind, FakeTensor) and kind.fake_mode.allow_non_fake_inputs)

@@ -194,7 +194,7 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
         in_smem = LEAST_SMEM_LEVELS if tiled else shared_levels(tile, width, size)
         # Ragged drafts have leaves as short as with the fewest rows.
         in_gmem, tiles = gmem_levels(leaf_tokens(SWAP_AB_ROWS[0], width, size, tiled), capacity, in_smem), 1
-        if tiled:
+        if tiled or tile == ROWS:  # more rows take more tiles
             tiles = -(-rows // tile)
         return _nodes_bytes(tile, kv_heads * tiles, width, sms * ctas_per_sm(tile, size), in_gmem, size)
 

@@ -20,7 +20,7 @@ from hopwell.kernels.parts.load import sequence
 from hopwell.kernels.parts.load.sequence import Request, load_request
 from hopwell.kernels.parts.partition import tiles as scheduler
 from hopwell.kernels.parts.partition.tiles import AlternatingSchedule, QueryTile, TileSchedule, WorkQueue
-from hopwell.kernels.parts.rows.mask import IntervalMask
+from hopwell.kernels.parts.rows.mask import create_mask
 from hopwell.kernels.parts.rows.query_rows import request_shape
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 
@@ -158,7 +158,7 @@ class Requests:
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         a = ADDRESSES._replace(q_offsets=memory.put(starts), kv_lens=memory.put(self.kv_lens))
         shape = TileShape(self.tile_heads, self.tile_tokens)
-        return TileSchedule(g, a, IntervalMask(self.kind, Int32(32 if self.kind is MaskKind.CHUNKED else 0)), 64, shape)
+        return TileSchedule(g, a, create_mask(self.kind, Int64(32 if self.kind is MaskKind.CHUNKED else 0)), 64, shape)
 
     def listed(self) -> list[tuple[int, int, int]]:
         """Return (request, first head, first row) of every tile in order.
