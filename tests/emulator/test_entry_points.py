@@ -66,7 +66,7 @@ def test_an_architecture_without_kernels_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arch", "kernel", "threads"), [("sm_100a", "PrefillSm100", 512), ("sm_120a", "PrefillSm120", 384)]
+    ("arch", "kernel", "threads"), [("sm_100a", "PrefillSm100", 768), ("sm_120a", "PrefillSm120", 384)]
 )
 def test_another_architecture_runs_its_own_kernels(batch, arch, kernel, threads):
     with emulator.use(arch):

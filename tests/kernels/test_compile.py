@@ -158,7 +158,7 @@ SM120_ON_HOPPER = Sm120PrefillConfig(
 )
 # ptxas for sm_120 uses 8 bytes of stack that are written and never read, and spills registers: see
 # warp_mma/prefill/config.py. For decode it does so once a leaf; see warp_mma/decode/config.py.
-SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 112, Family.MLA: 88}
+SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 112, Family.MLA: 96}
 NARROW_STACK = 80  # if warps dequantize K and V for themselves
 # For Blackwell the compiler keeps pairs of O's elements side by side, which take up to 128 registers, and spills: see
 # docs/kernels/blackwell.md.
@@ -384,13 +384,15 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
         # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
         assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
 
-    # TMA takes a box for each column block of 64. For pages it takes one box with all column blocks for each box of
+    # TMA takes a box for each column block of 64. For pages whose rows fill no whole block, all tiles have one loop.
+    # For other pages it takes one box with all column blocks for each box of
     # rows. Whole tiles of V and other tiles have separate loops.
+    loops = 3 if config.layout.columns == config.layout.kv_dims else 2
     copies = (
         Q_TILES * config.layout.q_columns // 64
         + {
             KvFetch.CONTIGUOUS: (config.layout.columns[0] + 2 * config.layout.columns[1]) // 64,
-            KvFetch.PAGE_BOXES: 3 * tile.n // max(config.box_rows, 1),  # column blocks are in one box or a loop
+            KvFetch.PAGE_BOXES: loops * tile.n // max(config.box_rows, 1),
             KvFetch.PAGE_ROWS: 0,
         }[config.kv_fetch]
     )
