@@ -92,7 +92,7 @@ def report(arch: str) -> str:
         calibration.table(),
         "## Predictions of compiled kernels\n",
         prediction_table(predictions),
-        "What is lost one after the other; the product is the share of the dense rate.\n",
+        "Losses one after the other; their product is the share of the dense rate.\n",
         _losses(predictions),
         "\n".join(f"- {prediction.case.title}" for prediction in predictions),
         "## Planned kernels\n",

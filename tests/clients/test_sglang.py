@@ -20,7 +20,6 @@ pytest.importorskip(
 )
 
 import torch
-import transformers
 from helpers.oracles import reference
 
 from hopwell.integrations import sglang as plugin
@@ -30,33 +29,12 @@ from hopwell.kernels.masks import MaskKind
 from hopwell.kernels.problem import Mask
 from tests.clients import sglang_batches, sglang_engine
 from tests.clients.sglang_batches import FP8, HEAD_DIM, HEADS, Batch, Pool, WindowPool
+from tests.clients.tiny_models import GQA, MLA, TIE, first_difference, save
 
 pytestmark = pytest.mark.clients
 
-# Tokens that bf16 rounding cannot tell from the best one.
-TIE = 3
-SIZES: dict[str, Any] = dict(
-    vocab_size=128,
-    hidden_size=256,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=128,
-    initializer_range=0.1,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-    tie_word_embeddings=False,
-)
-MLA = dict(
-    num_key_value_heads=4,
-    q_lora_rank=None,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    head_dim=64,
-    first_k_dense_replace=2,
+DEEPSEEK = dict(
+    MLA,
     moe_layer_freq=1,
     rope_parameters=dict(
         rope_type="yarn",
@@ -69,12 +47,11 @@ MLA = dict(
         beta_slow=1,
     ),
 )
-GQA = dict(num_key_value_heads=2, head_dim=64)
 # Model, sizes, backend, and the tokens of each prompt that are a batch of their own, or "engine".
 MODELS: dict[str, tuple[str, dict[str, Any], str, int | str]] = {
     "Llama": ("Llama", GQA, "hopwell", 0),
     "Llama with a cached prefix": ("Llama", GQA, "hopwell", 4),
-    "DeepSeek V2": ("DeepseekV2", MLA, "hopwell", 0),
+    "DeepSeek V2": ("DeepseekV2", DEEPSEEK, "hopwell", 0),
     "Llama in an Engine": ("Llama", GQA, "hopwell", "engine"),
 }
 
@@ -82,10 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, int | str]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_the_model_s(name: str, tmp_path: pathlib.Path) -> None:
     kind, sizes, backend, first = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **sizes)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).eval()
-    model.save_pretrained(tmp_path)
+    model = save(tmp_path, kind, **sizes)
     command = [sys.executable, sglang_engine.__file__, str(tmp_path), backend, str(first)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": "."})
     assert done.returncode == 0, done.stderr[-3000:]
@@ -94,18 +68,6 @@ def test_tokens_are_the_model_s(name: str, tmp_path: pathlib.Path) -> None:
     prompts = sglang_engine.PROMPTS * (1 + (first == "engine"))
     differences = [first_difference(model, prompt, one) for prompt, one in zip(prompts, tokens, strict=True)]
     assert all(steps is None or steps <= TIE for steps in differences), differences
-
-
-def first_difference(model: Any, prompt: list[int], tokens: list[int]) -> float | None:
-    """Return how far the first token that is not the model's greedy choice is below it, in bf16 steps of the logit."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0].float()
-    for place, token in enumerate(tokens, len(prompt) - 1):
-        best = logits[place].max()
-        if logits[place, token] < best:
-            step = 2.0 ** (torch.frexp(best.abs()).exponent.item() - 8)
-            return ((best - logits[place, token]) / step).item()
-    return None
 
 
 FEATURES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,6 @@ from typing import Any
 os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 import torch
-import transformers
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils import cpu_triton_utils
@@ -18,19 +17,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 PROMPTS = [[3, 14, 15, 92, 65, 35], list(range(20, 43)), [7], list(range(60, 30, -1))]
 NEW_TOKENS = 6
-SIZES: dict[str, Any] = dict(
-    vocab_size=128,
-    hidden_size=256,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=128,
-    initializer_range=0.1,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-    tie_word_embeddings=False,
-)
 _library: list[torch.library.Library] = []
 
 
@@ -93,15 +79,6 @@ def install(monkeypatch: Any) -> None:
     monkeypatch.setattr(CpuPlatform, "get_mla_prefill_backend_cls", prefill)
 
 
-def save(folder: pathlib.Path, kind: str, **sizes: Any) -> Any:
-    """Save a random model and return it."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(SIZES | sizes))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).eval()
-    model.save_pretrained(folder)
-    return model
-
-
 def generate(folder: pathlib.Path, backend: str, **options: Any) -> list[list[int]]:
     """Return the greedy tokens of each prompt. Steps of 16 tokens mix chunks of prompts with decodes."""
     llm = LLM(
@@ -122,15 +99,3 @@ def generate(folder: pathlib.Path, backend: str, **options: Any) -> list[list[in
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def first_difference(model: Any, prompt: list[int], tokens: list[int]) -> float | None:
-    """Return how far the first token that is not the model's greedy choice is below it, in bf16 steps of the logit."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0].float()
-    for place, token in enumerate(tokens, len(prompt) - 1):
-        best = logits[place].max()
-        if logits[place, token] < best:
-            step = 2.0 ** (torch.frexp(best.abs()).exponent.item() - 8)
-            return ((best - logits[place, token]) / step).item()
-    return None

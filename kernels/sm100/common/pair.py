@@ -14,8 +14,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.pipeline import Ring
 from hopwell.kernels.sm100.common import tmem
+from hopwell.kernels.sm100.common.resources import CTAS
 
-CTAS = 2
 BOTH = 3  # mask of the CTAs of a pair
 LEADER = 0  # rank of the CTA that issues products
 

@@ -11,9 +11,8 @@ from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_confi
 from hopwell.kernels.config.splitting import ALIGNMENT, cta_part_slots, slot_bytes
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.problem import AttentionProblem
-from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
+from hopwell.kernels.sm100.common.resources import CTAS, Columns, Role, RoleTable
 
-CTAS = 2  # of a pair, which shares a tile of rows
 CTA_ROWS = 64  # of the tile, in each CTA
 LEAST_ROWS = CTA_ROWS + 1  # of a request: the second CTA of a pair has nothing to do with fewer
 KEYS = 128  # of a step
