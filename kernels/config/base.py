@@ -119,6 +119,8 @@ class KernelConfig:
         return self.compiled_for or support.build_of(self.arch)
 
     family: ClassVar[Family]
+    # Two types of configs of an architecture may have equal fields: all but one of them put an instruction in the name.
+    instruction_in_name: ClassVar[str] = ""
     layout_type: ClassVar[Any]  # a class of config/layout.py
 
     @property
@@ -141,6 +143,7 @@ class KernelConfig:
             [
                 self.family.value,
                 self.arch + (f"_on_{self.compiled_for}" if self.compiled_for else ""),
+                *([self.instruction_in_name] if self.instruction_in_name else []),
                 self.dtype,
                 *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
                 f"d{self.head_dim_qk}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""),

@@ -54,13 +54,14 @@ pytestmark = pytest.mark.compile
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond its usable SHARED_BYTES
 PREFILL = covering_configs()
 # sm_103a has the code of sm_100a, so a kernel of each head dim is enough, with one of the highest register use.
+SM_103A_BF16 = "prefill_sm_103a_tcgen05_bf16_"
 SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
 BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),
     *covering_blackwell_fp8_configs("sm_100a"),
     *covering_blackwell_fp8_configs("sm_103a")[:1],
     Sm100PrefillConfig("sm_100a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
-    *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix("prefill_sm_103a_bf16_") in SM_103A),
+    *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix(SM_103A_BF16) in SM_103A),
 ]
 # K and V of 8 bits: boxes and rows, with one column block and several, with one consumer warpgroup and two.
 FP8_PREFILL = [

@@ -21,6 +21,7 @@ from hopwell.kernels.registry import (
     Implementation,
     architectures,
     build,
+    implementation,
     refuse,
     resolve,
     shipped_configs,
@@ -43,6 +44,18 @@ def test_what_is_compiled_ahead_belongs_to_the_family(family: Family, arch: str)
         kinds = {IMPLEMENTATIONS[family, arch].config} | own
         assert type(config) in kinds
         assert config.name.startswith(f"{family.value}_{arch}_")
+
+
+@pytest.mark.parametrize(("family", "arch"), [key for key, one in IMPLEMENTATIONS.items() if one.preferred])
+def test_two_kinds_of_configs_never_share_a_name(family: Family, arch: str) -> None:
+    """The name is the key of a compiled kernel, and two kinds may be equal in every field."""
+    found = implementation(family, arch)
+    preferred = [config for config in shipped_configs(arch, family) if isinstance(config, found.preferred)]
+    assert preferred
+    for config in preferred:
+        other = object.__new__(found.config)
+        other.__dict__.update(config.__dict__)
+        assert other.name != config.name
 
 
 def test_architectures_are_those_of_the_support_matrix() -> None:

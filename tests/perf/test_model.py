@@ -186,7 +186,7 @@ def test_cases_and_configs() -> None:
     assert {"P1", "P6", "P7", "P1-fp8"} <= {case.name for case in chosen}
     config = config_of(chosen[0], "sm_100a")
     assert config is not None
-    assert config.name == "prefill_sm_100a_bf16_d128_causal_contiguous"
+    assert config.name == "prefill_sm_100a_tcgen05_bf16_d128_causal_contiguous"
     assert (
         config_of(shape(256, 256, causal=True).__class__(*["none"] * 2, (1,), (1,), 1, 1, 512, 512), "sm_100a") is None
     )

@@ -47,6 +47,7 @@ _TILE = Tile(
 class Sm100MlaConfig(MlaConfig):
     """An MLA decode kernel of pairs of CTAs, with scores and output in tensor memory."""
 
+    instruction_in_name: ClassVar[str] = "tcgen05"
     most_rows: ClassVar[int] = CTAS * CTA_ROWS
     cluster_ctas: ClassVar[int] = CTAS
 

@@ -52,6 +52,7 @@ FP8_TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 4), (192, 128): _ti
 class Sm100PrefillConfig(PrefillConfig):
     """A prefill kernel with scores and output in tensor memory."""
 
+    instruction_in_name: ClassVar[str] = "tcgen05"
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {}
     # With a soft cap and slopes together, a kernel of 128 columns spills 8 bytes.
