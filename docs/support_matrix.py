@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 CONTEXT, XQA, MLA = support.CONTEXT, support.XQA, support.MLA
-MLA_NOTES = ("", "(5)", "(5)")
+MLA_NOTES = ("", "(6)", "(5)")
 ROWS = (
     Row("Prefill, bf16 or fp16, head dim 64, 128, 192/128", CONTEXT, ("16bit", "head_dim"), ("", "(1)", "")),
     Row("Prefill, bf16 or fp16, other head dims up to 512", CONTEXT, ("multiple_head_dim", "large_head_dim")),
@@ -54,11 +54,11 @@ ROWS = (
     Row("Decode, bf16 or fp16 KV cache", XQA, ("16bit",)),
     Row("Decode, fp8, int8 or NVFP4 KV cache", XQA, ("fp8_kv", "int8_kv", "nvfp4_kv"), ("(4)", "", "")),
     Row("Decode, fp8 KV cache, fp8 query", XQA, ("fp8",), ("(4)", "", "")),
-    Row("MLA, bf16 or fp16 cache", MLA, ("16bit",), ("", "(6)", "(5)")),
+    Row("MLA, bf16 or fp16 cache", MLA, ("16bit",), MLA_NOTES),
     Row("MLA, fp8 cache, bf16 or fp16 query", MLA, ("fp8_kv",), MLA_NOTES),
-    Row("MLA, fp8 cache, fp8 query", MLA, ("fp8",), ("", "(6)", "(5)")),
+    Row("MLA, fp8 cache, fp8 query", MLA, ("fp8",), MLA_NOTES),
     Row("MLA, 656-byte rows (`fp8_ds_mla`)", MLA, ("fp8_ds_mla",), MLA_NOTES),
-    Row("MLA, sparse top-k", MLA, ("sparse",), ("", "(6)", "(5)")),
+    Row("MLA, sparse top-k", MLA, ("sparse",), MLA_NOTES),
     Row("Append to a bf16, fp16, fp8 or NVFP4 cache", support.APPEND, ("16bit", "fp8_kv", "nvfp4_kv")),
 )
 NOTES = """\

@@ -51,7 +51,8 @@ def test_fetches(config: Sm100MlaConfig) -> None:
     """Requests have no keys, fewer keys than new tokens, and keys at the edges of steps and of partials."""
     dims = (config.head_dim_qk, config.head_dim_v)
     heads, top_k = (65, 196) if config.sparse else (64, 0)
-    case = Case([2] * 4, [0, 1, 129, 320], heads, dims=dims, dtype=config.dtype, top_k=top_k)
+    kinds = dict(dims=dims, dtype=config.dtype, kv_type=config.kv_type)
+    case = Case([2] * 4, [0, 1, 129, 320], heads, **kinds, top_k=top_k)
     settings = all_schedules(COVERING_PAIR_MLA.index(config), config.arch)
     check_case(case, config.box_rows or 4, "cpu", settings, config)
     assert not emulator.report().warnings

@@ -10,7 +10,7 @@ import torch
 from helpers.cases.kernel_problems import empty, paged
 
 from hopwell.kernels.config import splitting
-from hopwell.kernels.config.base import QUERY_DTYPES, KvFetch, paged_fetches
+from hopwell.kernels.config.base import QUERY_DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.hardware import ARCHITECTURES, LANES
 from hopwell.kernels.jit import settings
 from hopwell.kernels.launch.geometry import decode_geometry
@@ -76,18 +76,17 @@ class TestResolve:
             found = resolve(problem(heads=heads, q_len=q_len), arch)
             assert isinstance(found, Sm100MlaConfig if own else Sm120MlaConfig), (heads, q_len)
 
-    @pytest.mark.parametrize(
-        ("changes", "reason"),
-        [
-            (dict(heads=64), "64 packed rows, fewer than 65"),
-            (dict(kv_dtype=FP8), "KV type e4m3"),
-        ],
-        ids=["few rows", "fp8 cache"],
-    )
-    def test_kernels_of_sm120_serve_the_rest(self, changes: dict[str, Any], reason: str, arch: str) -> None:
-        with pytest.raises(NotImplementedError, match=f"no MLA decode kernel of CTA pairs for {arch} with {reason}"):
-            resolve_sm100_mla(problem(**changes), arch)
-        assert isinstance(resolve(problem(**changes), arch), Sm120MlaConfig)
+    def test_kernels_of_sm120_serve_few_rows(self, arch: str) -> None:
+        few = problem(heads=64)
+        with pytest.raises(NotImplementedError, match=f"no MLA decode kernel of CTA pairs for {arch} with 64 packed"):
+            resolve_sm100_mla(few, arch)
+        assert isinstance(resolve(few, arch), Sm120MlaConfig)
+
+    def test_8bit_caches_are_copied_by_lanes(self, arch: str) -> None:
+        found = resolve(problem(kv_dtype=FP8), arch)
+        assert isinstance(found, Sm100MlaConfig)
+        assert (found.kv_type, found.kv_fetch, found.dtype) == (KvType.E4M3, KvFetch.PAGE_ROWS, "bf16")
+        assert found in SHIPPED[arch]
 
     def test_batch_invariant_results(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Results of the kernels of sm_120 are always batch-invariant."""
@@ -102,8 +101,14 @@ def test_what_is_shipped(arch: str) -> None:
     wanted = {(dims, *fetch) for dims in MLA_HEAD_DIMS for fetch in paged_fetches(64)}
     wanted |= {(dims, KvFetch.TOPK_ROWS, 0) for dims in SPARSE_MLA_HEAD_DIMS}
     for dtype in ("bf16", "e4m3"):
-        of = (c for c in SHIPPED[arch] if c.dtype == dtype)
+        of = (c for c in SHIPPED[arch] if c.dtype == dtype and c.kv_type is KvType.WIDE)
         assert {((c.head_dim_qk, c.head_dim_v), c.kv_fetch, c.box_rows) for c in of} == wanted
+    by_rows = {(dims, fetch) for dims, fetch, box_rows in wanted if not box_rows}
+    for kv_type, dims in ((KvType.E4M3, {*SPARSE_MLA_HEAD_DIMS}), (KvType.FP8_DS_MLA, {WIDE})):
+        of = (c for c in SHIPPED[arch] if c.kv_type is kv_type)
+        assert {((c.head_dim_qk, c.head_dim_v), c.kv_fetch) for c in of} == {
+            each for each in by_rows if each[0] in dims
+        }
     assert {c.dtype for c in SHIPPED[arch]} == {"bf16", "e4m3"}
     assert all(c.out_dtype == "bf16" for c in SHIPPED[arch])
     assert all("_rows128_" in c.name for c in SHIPPED[arch])

@@ -49,21 +49,23 @@ class LatentRowFormat:
         The parts have ``dims`` columns. The first ``latent`` columns of the row are values as well.
         """
         left, right = dims
+        rest = (left + right, latent)
+        return LatentRowFormat.of(kind, dtype, 0, left, latent), LatentRowFormat.of(kind, dtype, left, *rest)
+
+    @staticmethod
+    def of(kind: KvType, dtype: Any, first: int, end: int, latent: int) -> "LatentRowFormat":
+        """Return the format of the columns from ``first`` to ``end`` of a row whose first ``latent`` columns are values
+        as well."""
         if kind is not KvType.FP8_DS_MLA:
-            return tuple(LatentRowFormat(kind, dtype, columns // BLOCK_COLUMNS) for columns in dims)
-        scales, wide = latent, latent + 4 * (latent // SCALE_COLUMNS)
-        rotary = (left + right - latent) // BLOCK_COLUMNS
-        return (
-            LatentRowFormat(kind, dtype, left // BLOCK_COLUMNS, to_scales=scales),
-            LatentRowFormat(
-                kind,
-                dtype,
-                right // BLOCK_COLUMNS - rotary,
-                rotary,
-                to_wide=wide - left,
-                to_scales=scales - left,
-                first_scale=left // SCALE_COLUMNS,
-            ),
+            return LatentRowFormat(kind, dtype, (end - first) // BLOCK_COLUMNS)
+        return LatentRowFormat(
+            kind,
+            dtype,
+            (min(end, latent) - first) // BLOCK_COLUMNS,
+            max(end - latent, 0) // BLOCK_COLUMNS,
+            to_wide=latent + 4 * (latent // SCALE_COLUMNS) - first,
+            to_scales=latent - first,
+            first_scale=first // SCALE_COLUMNS,
         )
 
 

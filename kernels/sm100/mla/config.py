@@ -32,6 +32,18 @@ ROLES = RoleTable(
         schedule=Role(1, PRODUCER_REGISTERS),
     )
 )
+# With 8-bit keys, four more warps dequantize them. The sum equals the registers of 512 threads at launch.
+DEQUANT_ROLES = RoleTable(
+    dict(
+        softmax=Role(4, 120),
+        correction=Role(4, 200),
+        mma=Role(1, 96),
+        load_k=Role(1, 96),
+        load_v=Role(1, 96),
+        schedule=Role(1, 96),
+        dequantize=Role(4, 96),
+    )
+)
 _TILE = Tile(
     CTAS * CTA_ROWS,
     KEYS // CTAS,
@@ -56,8 +68,12 @@ class Sm100MlaConfig(MlaConfig):
         return _TILE
 
     @property
+    def roles(self) -> RoleTable:
+        return ROLES if self.kv_type is KvType.WIDE else DEQUANT_ROLES
+
+    @property
     def registers(self) -> tuple[int, ...]:
-        return ROLES.registers
+        return self.roles.registers
 
     @property
     def columns(self) -> Columns:
@@ -68,6 +84,12 @@ class Sm100MlaConfig(MlaConfig):
     def k_boxes(self) -> int:
         """Boxes of 128 bytes of the rows of a CTA's keys. TMA fills the last one with zeros past the row."""
         return self.layout.q_columns // BLOCK_COLUMNS
+
+    @property
+    def dequantized_boxes(self) -> int:
+        """Boxes of the rows of a CTA's keys that have 8-bit elements in memory."""
+        wide = {KvType.WIDE: self.k_boxes, KvType.FP8_DS_MLA: self.k_boxes - self.head_dim_v // BLOCK_COLUMNS}
+        return self.k_boxes - wide.get(self.kv_type, 0)
 
     @property
     def products(self) -> int:
@@ -113,7 +135,6 @@ def resolve_sm100_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     rows = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     refused = {
         f"{rows} packed rows, fewer than {LEAST_ROWS}": rows < LEAST_ROWS,
-        f"KV type {config.kv_type.value}": config.kv_type is not KvType.WIDE,
         "batch-invariant splits": config.batch_invariant,
     }
     for what, is_given in refused.items():
@@ -126,5 +147,4 @@ def shipped_sm100_mla_configs(arch: str) -> Iterator[MlaConfig]:
     """Yield the kernels of pairs of CTAs that are compiled ahead."""
     for config in shipped_mla_configs(arch, Sm100MlaConfig):
         if config.rows == Sm100MlaConfig.most_rows and not config.batch_invariant:
-            if config.kv_type is KvType.WIDE:
-                yield config
+            yield config

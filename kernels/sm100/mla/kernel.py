@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS, KvFetch
+from hopwell.kernels.config.base import BLOCK_COLUMNS, KvFetch, KvType
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import DecodeAddresses, DecodeGeometry
@@ -24,7 +24,16 @@ from hopwell.kernels.sm100.common import pair, tmem
 from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing
 from hopwell.kernels.sm100.mla.config import CTA_ROWS, CTAS, KEYS, ROLES, Sm100MlaConfig
 from hopwell.kernels.sm100.mla.correction import Correction
-from hopwell.kernels.sm100.mla.loads import BOX_BYTES, VALUE_BOXES, LatentBoxes, LatentRows, LoadK, LoadV
+from hopwell.kernels.sm100.mla.dequantize import Dequantize
+from hopwell.kernels.sm100.mla.loads import (
+    BOX_BYTES,
+    VALUE_BOXES,
+    EightBitRows,
+    LatentBoxes,
+    LatentRows,
+    LoadK,
+    LoadV,
+)
 from hopwell.kernels.sm100.mla.partition import PairParts
 from hopwell.kernels.sm100.mla.products import Products, Relay
 from hopwell.kernels.sm100.mla.softmax import FACTORS, Softmax
@@ -52,12 +61,14 @@ class MlaSm100(MlaSm90):
         warp 9        load_k      this CTA's 64 keys of a step, all columns; by TMA, or lanes copy rows
         warp 10       load_v      all keys of a step, this CTA's half of the value's columns
         warp 11       schedule    work tiles, the same in both CTAs, and this CTA's rows of Q
+        warps 12..15  dequantize  only over 8-bit keys: boxes of K and V in turn, in place
 
     Edges (``MlaSm100(config).edges``). Products arrive at barriers of both CTAs; all warps that the leader waits for
     arrive at its barriers.
         q       schedule -> mma       released when the last S of the work tile has been computed
         k       load_k -> mma         boxes of 64 keys and 128 bytes, released one by one as S is computed
         v       load_v -> mma         stages of two boxes, released one by one as O is computed
+        loaded_k, loaded_v  load -> dequantize  8-bit boxes; dequantize fills k and v, and products release those
         relayed_q, relayed_k, relayed_v  mma of the other CTA -> mma of the leader: full when the other CTA's stage is
         work    schedule -> all others
         s       mma -> softmax        released when both CTAs have S in registers
@@ -71,6 +82,9 @@ class MlaSm100(MlaSm90):
     bits; in e4m3 Q 40 KiB, two steps of K 40 and V 32, P 8.
 
     In e4m3 each step has references of its own, see TileSoftmax, and O is rescaled in nearly every step.
+
+    Keys of 8 bits have the stages of 16 bits: their bytes are copied to half of the place of their results, see
+    ``EightBitRows``. Each CTA dequantizes all boxes that it reads: 64 keys for K, half of the columns of 128 for V.
 
     Steady state: S of a step is computed before O of the step before, and overlaps its softmax.
 
@@ -90,6 +104,8 @@ class MlaSm100(MlaSm90):
         super(MlaSm90, self).__init__(config)
 
     def kv_source(self) -> type[KvSource]:
+        if self.config.kv_type is not KvType.WIDE:
+            return EightBitRows
         return LatentBoxes if self.config.kv_fetch is KvFetch.PAGE_BOXES else LatentRows
 
     def _kv_atoms(self, a: DecodeAddresses, g: DecodeGeometry):
@@ -102,18 +118,25 @@ class MlaSm100(MlaSm90):
 
     @property
     def roles(self) -> dict[str, int]:
-        warps = {name: role.warps for name, role in ROLES.roles.items()}
+        warps = {name: role.warps for name, role in self.config.roles.roles.items()}
         both = {f"{name} of both": CTAS * warps[name] for name in ("softmax", "correction")}
-        return {**warps, **both, "relay": 1, "all others": sum(warps.values()) - 1}
+        one = {"one of dequantize": 1} if "dequantize" in warps else {}
+        return {**warps, **both, **one, "relay": 1, "all others": sum(warps.values()) - 1}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         c, lanes = self.config, dict(producer_lanes=LANES, consumer_lanes=LANES)
         stages = {"k": c.steps_ahead * c.k_boxes, "v": c.steps_ahead * c.v_stages}
         sizes = {"k": BOX_BYTES, "v": VALUE_BOXES * BOX_BYTES}
         q, arrivals = self.q_edge(roles), Reader.TENSOR_CORES.arrivals(copies_rows=self.copies_rows, writes_zeros=False)
+        loaded = stages if c.dequantized_boxes else {}
+        producer = "one of dequantize" if loaded else "load_{}"
         return (
             q,
-            *(roles.edge(name, f"load_{name}", "mma", stages[name], sizes[name], **arrivals) for name in stages),
+            *(roles.edge(n, producer.format(n), "mma", stages[n], sizes[n], **arrivals) for n in stages),
+            *(
+                roles.edge(f"loaded_{n}", f"load_{n}", "one of dequantize", loaded[n], producer_lanes=LANES)
+                for n in loaded
+            ),
             *(roles.edge(f"relayed_{name}", "relay", "mma", n) for name, n in {"q": q.stages, **stages}.items()),
             self._work_edge(roles),
             roles.edge("s", "mma", "softmax of both", 1),
@@ -215,30 +238,42 @@ class MlaSm100(MlaSm90):
             scale = self.output_scale(addresses, output_scale, output_factor)
             parts = (work_queue, combine, scale, tensor_memory, rank)
             Correction(self, o_ring, rings.factor, factors, *parts).run(addresses, geometry)
-        else:
+        elif warp <= SCHEDULE_WARP:
             self.set_registers(registers[2])
             if warp == MMA_WARP:
                 loaded = [PairRing.of(rings.q, rings.relayed_q), PairRing.of(rings.k, rings.relayed_k)]
-                order = (self, *loaded, PairRing.of(rings.v, rings.relayed_v), p_ring, work_queue)
+                order = (self, work_queue, *loaded, PairRing.of(rings.v, rings.relayed_v), p_ring)
                 if rank == pair.LEADER:
                     Products(
                         *order, s_ring, o_ring, **Products.operands(self.config, tiles), tensor_memory=tensor_memory
                     ).run()
                 else:
                     Relay(*order).run()
+            keys = (addresses, geometry, work_queue, rank)
             if warp == K_WARP:
-                LoadK.create(self, rings.k, tiles.k, k_atom, addresses, geometry, work_queue, rank).run()
+                LoadK.create(self, rings.k, rings.loaded_k, tiles.k, k_atom, *keys).run()
             if warp == V_WARP:
-                more = dict(zeroing_barrier=zeroing_barriers)
-                LoadV.create(self, rings.v, tiles.v, v_atom, addresses, geometry, work_queue, rank, **more).run()
+                zeroing = dict(zeroing_barrier=zeroing_barriers)
+                LoadV.create(self, rings.v, rings.loaded_v, tiles.v, v_atom, *keys, **zeroing).run()
             if warp == SCHEDULE_WARP:
                 self.schedule(addresses, geometry, mask, q_atom, tiles, rings).publish(work_queue)
             cute.arch.griddepcontrol_launch_dependents()
+        else:
+            self.run_dequantize(warp, rank, tiles, rings, work_queue)
         tmem.before_signal()
         pair.meet()  # nothing arrives at the barriers of either CTA any more
         if warp == MMA_WARP:
             tmem.after_signal()
             tmem.free(tensor_memory, CTAS)
+
+    @cute.jit
+    def run_dequantize(self, warp, rank, tiles, rings, work_queue):
+        """Run the warps after the schedule warp, which only kernels over 8-bit keys have."""
+        if const_expr(self.config.dequantized_boxes > 0):
+            self.set_registers(self.config.registers[-1])
+            shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
+            rings = (rings.k, rings.v, rings.loaded_k, rings.loaded_v)
+            Dequantize(self, work_queue, *rings, *shared, warp - (SCHEDULE_WARP + 1), rank).run()
 
 
 def build(config: Sm100MlaConfig) -> Any:

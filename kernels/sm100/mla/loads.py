@@ -5,24 +5,25 @@ The unit is a box of 64 keys and 128 bytes of each, 8 KiB. A stage of K is a box
 the 256 columns of a product: 64 keys of 16 bits, or 128 keys of 8 bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.pipeline import Ring
+from hopwell.kernels.parts.dequant.latent_rows import LANES_PER_ROW, DequantizedOperand, LatentRowFormat
 from hopwell.kernels.parts.load.kv_rows import PageRows
 from hopwell.kernels.parts.load.kv_source import KvOperand, PageColumnBoxes
 from hopwell.kernels.parts.load.page_size import page_size
 from hopwell.kernels.parts.partition.tiles import WorkQueue
-from hopwell.kernels.sm100.mla.config import CTAS
+from hopwell.kernels.sm100.mla.config import CTAS, Sm100MlaConfig
 
 BOX_BYTES = 64 * copy.SWIZZLE_ROW_BYTES
 VALUE_BOXES = 2  # of a stage of V
@@ -99,6 +100,41 @@ class LatentRows(PageRows):
         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
 
+@dataclass
+class EightBitRows(LatentRows):
+    """Rows of 8-bit keys, to be dequantized in place as in ``parts/dequant/latent_rows.py``: four lanes copy 64 bytes
+    of a row, each to the place of the first of its two result vectors, and the row's scales to the place of the second.
+    """
+
+    row_format: LatentRowFormat = field(kw_only=True)
+
+    @classmethod
+    def create(cls, operand: DequantizedOperand, tile, descriptor, shared, tile_n: int, box_rows: int):
+        form = operand.row_format
+        return super().create(operand, tile, descriptor, shared, tile_n, box_rows, row_format=form)
+
+    def places(self, tile, found: list) -> list:
+        """Return the addresses of two rows of each lane."""
+        return self.locate(tile, found)
+
+    def load_block(self, places: list, block, destination, barrier) -> None:
+        form, vectors = self.row_format, copy.VECTORS_PER_ROW
+        wide_block = block - form.eight_bit_blocks if isinstance(block, int) else -1
+        lanes = vectors if wide_block >= 0 else LANES_PER_ROW
+        lane_row, vector = cute.arch.lane_idx() // lanes, cute.arch.lane_idx() % lanes
+        for first in range(0, len(places) * LANES, LANES // lanes):
+            row = cute.arch.shuffle_sync(places[first // LANES], first % LANES + lane_row)
+            source = row + vector * copy.VECTOR_BYTES
+            if wide_block >= 0:
+                target = copy.swizzled_vector(destination, first + lane_row, vector)
+                copy.async_copy_or_zero(target, source + (form.to_wide + wide_block * copy.SWIZZLE_ROW_BYTES), row != 0)
+                continue
+            target = copy.swizzled_vector(destination, first + lane_row, 2 * vector)
+            copy.async_copy_or_zero(target, source + block * BLOCK_COLUMNS, row != 0)
+            if form.to_scales is not None:
+                copy.async_copy_or_zero(target ^ copy.VECTOR_BYTES, row + form.to_scales, row != 0)
+
+
 LatentSource = LatentBoxes | LatentRows
 
 
@@ -108,6 +144,7 @@ class LatentLoad:
 
     kernel: Any  # the MlaSm100: configuration only
     ring: Ring
+    loaded: Ring  # of boxes that are dequantized next; equal to ``ring`` if none are
     shared: Int32  # address of the first stage
     descriptor: Any
     operand: KvOperand
@@ -115,10 +152,10 @@ class LatentLoad:
     rank: Int32
 
     @classmethod
-    def create(cls, kernel, ring, tiles, atom, addresses, geometry, work_queue, rank, **more) -> "LatentLoad":
+    def create(cls, kernel, ring, loaded, tiles, atom, addresses, geometry, work_queue, rank, **more) -> "LatentLoad":
         operand = kernel.divided(latent_operand(kernel, addresses, geometry))
         shared, descriptor = shared_address(tiles.iterator), None if atom is None else copy.tma_descriptor(atom)
-        return cls(kernel, ring, shared, descriptor, operand, work_queue, rank, **more)
+        return cls(kernel, ring, loaded or ring, shared, descriptor, operand, work_queue, rank, **more)
 
     @cute.jit
     def run(self):
@@ -160,7 +197,7 @@ class LoadK(LatentLoad):
         for block in cutlass.range_constexpr(boxes):
             box = step * boxes + block
             self.ring.wait_empty(box)
-            barrier = self.ring.full_barrier(box)
+            barrier = (self.loaded if block < self.kernel.config.dequantized_boxes else self.ring).full_barrier(box)
             source.expect(barrier, BOX_BYTES)
             source.load_block(places, block, self.shared + self.ring.stage(box) * BOX_BYTES, barrier)
             source.finish(barrier)
@@ -190,24 +227,28 @@ class LoadV(LatentLoad):
         if needs_zeros:
             source.expect(self.zeroing_barrier, self.stages * size)
         places = [source.places(CTAS * n + i, found[i]) for i in range(CTAS)]
-        for i in cutlass.range_constexpr(self.stages):
-            stage = step * self.stages + i
-            self.ring.wait_empty(stage)
-            barrier = self.ring.full_barrier(stage)
-            if needs_zeros:
-                barrier = self.zeroing_barrier
-            else:
-                source.expect(barrier, size)
-            for box in cutlass.range_constexpr(VALUE_BOXES):
-                keys, block = self._box(i, box)
-                source.load_block(places[keys], block, self._place(stage) + box * BOX_BYTES, barrier)
-            source.finish(barrier)
+        products = self.kernel.config.products
+        for group in cutlass.range_constexpr(self.stages // products):
+            # Not unrolled: the addresses of all rows of all stages would be computed before the loop, and spill.
+            for i in cutlass.range(group * products, (group + 1) * products, unroll=1):
+                stage = step * self.stages + i
+                self.ring.wait_empty(stage)
+                barrier = self.loaded.full_barrier(stage)
+                if needs_zeros:
+                    barrier = self.zeroing_barrier
+                else:
+                    source.expect(barrier, size)
+                for box in cutlass.range_constexpr(VALUE_BOXES):
+                    block = value_block(self.kernel.config, self.rank, i, box)
+                    place = self._place(stage) + box * BOX_BYTES
+                    source.load_block(places[self._keys(group, box)], block, place, barrier)
+                source.finish(barrier)
         if needs_zeros:
             cute.arch.mbarrier_wait(self.zeroing_barrier, zeroed & 1)
             zeroed += 1
             for i in cutlass.range_constexpr(self.stages):
                 for box in cutlass.range_constexpr(VALUE_BOXES):
-                    begin = source.end_key - (first_key + self._box(i, box)[0] * self.kernel.tile.n)
+                    begin = source.end_key - (first_key + self._keys(i // products, box) * self.kernel.tile.n)
                     self._zero_rows(self._place(step * self.stages + i) + box * BOX_BYTES, cutlass.max(begin, 0))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
@@ -216,13 +257,9 @@ class LoadV(LatentLoad):
                     cute.arch.mbarrier_arrive(self.ring.full_barrier(step * self.stages + i))
         return zeroed
 
-    def _box(self, stage: int, box: int) -> tuple:
-        """Return (64 keys of the step, column block) of a box of a stage of the step."""
-        products = self.kernel.config.products
-        first_block = self.rank * (self.stages * VALUE_BOXES // CTAS)
-        if self.stages > products:
-            return stage // products, first_block + (stage % products * VALUE_BOXES + box)
-        return box, first_block + stage
+    def _keys(self, group: int, box: int) -> int:
+        """Return which 64 keys of the step a box has; ``group`` counts stages of all products."""
+        return group if self.stages > self.kernel.config.products else box
 
     def _place(self, stage):
         return self.shared + self.ring.stage(stage) * (VALUE_BOXES * BOX_BYTES)
@@ -235,10 +272,22 @@ class LoadV(LatentLoad):
             copy.store_shared_zero(place + i * copy.VECTOR_BYTES)
 
 
+def value_block(config: Sm100MlaConfig, rank, stage, box: int):
+    """Return the column block of a box of a stage of a step of V."""
+    products = config.products
+    first_block = rank * (config.v_stages * VALUE_BOXES // CTAS)
+    if config.v_stages > products:
+        return first_block + (stage % products * VALUE_BOXES + box)
+    return first_block + stage
+
+
 def latent_operand(kernel, a: Addresses, g: DecodeGeometry) -> KvOperand:
     """Return the latent keys of an MLA kernel."""
     c = kernel.config
     strides = c.layout.kv_strides(g.k_page, g.k_head, g.k_row)
     table = (a.key_table, g.key_table_row, page_size(g.page_divisor, g.k_rows, c.uneven_pages))
-    dim = sum(c.layout.kv_dims)
-    return KvOperand(a.key, *strides, *table, dim, dim, dim, is_value=True, read_once=c.reads_kv_once, topk=c.sparse)
+    dim, kind = sum(c.layout.kv_dims), dict(is_value=True, read_once=c.reads_kv_once, topk=c.sparse)
+    if const_expr(c.kv_type is KvType.WIDE):
+        return KvOperand(a.key, *strides, *table, dim, dim, dim, **kind)
+    form = LatentRowFormat.of(c.kv_type, kernel.dtype, 0, c.head_dim_qk, c.head_dim_v)
+    return DequantizedOperand(a.key, *strides, *table, dim, dim, dim, **kind, row_format=form)

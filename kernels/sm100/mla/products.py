@@ -17,14 +17,10 @@ from hopwell.kernels.sm100.mla.config import CTA_ROWS, CTAS, KEYS, PRODUCT_COLUM
 
 
 @device_struct(frozen=True)
-class PairOrder:
-    """The order in which an mma warp takes tiles: S of a step comes before O of the step before it."""
+class StepOrder:
+    """The order in which tiles are taken: K of a step comes before V of the step before it."""
 
     kernel: Any  # the MlaSm100: configuration only
-    q_ring: PairRing
-    k_ring: PairRing
-    v_ring: PairRing
-    p_ring: LeaderRing
     work_queue: WorkQueue
 
     @cute.jit
@@ -32,7 +28,7 @@ class PairOrder:
         step, work = Int32(0), Int32(0)
         tile = self.work_queue.read(work)
         while tile.is_work_tile:
-            self.take(self.q_ring, work)
+            self.take_q(work)
             steps = tile.keys.end - tile.keys.begin
             if steps > 0:
                 self.scores(work, step)
@@ -52,13 +48,6 @@ class PairOrder:
             tile = self.work_queue.read(work)
         self.drain(last, step)
 
-    def drain(self, work, step) -> None:
-        """Wait until all stages have been released in this CTA: its shared memory must not go before the arrivals."""
-        self.q_ring.drain(work)
-        self.k_ring.drain(step * self.k_stages)
-        self.v_ring.drain(step * self.v_stages)
-        self.p_ring.wait_empty(step)
-
     @property
     def k_stages(self) -> int:
         """Stages of K in a step."""
@@ -69,9 +58,8 @@ class PairOrder:
         """Stages of V in a step."""
         return self.kernel.config.v_stages
 
-    def take(self, ring: PairRing, step) -> None:
-        """Take a loaded stage."""
-        raise NotImplementedError
+    def take_q(self, work) -> None:
+        """Take Q of a work tile."""
 
     def give_back_q(self, work) -> None:
         """Release Q after the work tile's last S."""
@@ -84,7 +72,35 @@ class PairOrder:
         """Take V of a step."""
         raise NotImplementedError
 
+    def drain(self, work, step) -> None:
+        """Finish after ``work`` work tiles and ``step`` steps."""
 
+
+@device_struct(frozen=True)
+class PairOrder(StepOrder):
+    """Base of the mma warps of both CTAs."""
+
+    q_ring: PairRing
+    k_ring: PairRing
+    v_ring: PairRing
+    p_ring: LeaderRing
+
+    def take(self, ring: PairRing, step) -> None:
+        """Take a loaded stage."""
+        raise NotImplementedError
+
+    def take_q(self, work) -> None:
+        self.take(self.q_ring, work)
+
+    def drain(self, work, step) -> None:
+        """Wait until all stages have been released in this CTA: its shared memory must not go before the arrivals."""
+        self.q_ring.drain(work)
+        self.k_ring.drain(step * self.k_stages)
+        self.v_ring.drain(step * self.v_stages)
+        self.p_ring.wait_empty(step)
+
+
+@device_struct(frozen=True)
 class Relay(PairOrder):
     """The other CTA's mma warp: tells the leader when a stage is full here."""
 

@@ -352,17 +352,21 @@ def covering_pair_mla_configs() -> list[Sm100MlaConfig]:
     *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
     rows = Sm100MlaConfig.most_rows
     return [
-        Sm100MlaConfig(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
-        for arch, dtype, dims, fetch in (
-            ("sm_100a", "bf16", wide, PAGES64),
-            ("sm_100a", "bf16", wide, (KvFetch.PAGE_BOXES, 8)),
-            ("sm_103a", "bf16", narrow, PAGES16),
-            ("sm_103a", "e4m3", wide, PAGES64),
-            ("sm_100a", "e4m3", narrow, (KvFetch.PAGE_BOXES, 8)),
-            ("sm_100a", "bf16", wide, ROWS),
-            ("sm_103a", "bf16", wide, TOPK),
-            ("sm_100a", "e4m3", unrotated, TOPK),
-            ("sm_100a", "e4m3", wide, ROWS),
+        Sm100MlaConfig(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows, kv_type=kv_type)
+        for arch, dtype, dims, fetch, kv_type in (
+            ("sm_100a", "bf16", wide, PAGES64, KvType.WIDE),
+            ("sm_100a", "bf16", wide, (KvFetch.PAGE_BOXES, 8), KvType.WIDE),
+            ("sm_103a", "bf16", narrow, PAGES16, KvType.WIDE),
+            ("sm_103a", "e4m3", wide, PAGES64, KvType.WIDE),
+            ("sm_100a", "e4m3", narrow, (KvFetch.PAGE_BOXES, 8), KvType.WIDE),
+            ("sm_100a", "bf16", wide, ROWS, KvType.WIDE),
+            ("sm_103a", "bf16", wide, TOPK, KvType.WIDE),
+            ("sm_100a", "e4m3", unrotated, TOPK, KvType.WIDE),
+            ("sm_100a", "e4m3", wide, ROWS, KvType.WIDE),
+            ("sm_100a", "bf16", wide, ROWS, KvType.E4M3),
+            ("sm_103a", "bf16", narrow, TOPK, KvType.E4M3),
+            ("sm_103a", "bf16", wide, ROWS, KvType.FP8_DS_MLA),
+            ("sm_100a", "bf16", wide, TOPK, KvType.FP8_DS_MLA),
         )
     ]
 
