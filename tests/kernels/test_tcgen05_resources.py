@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from _pytest.mark import ParameterSet
-from helpers.covering.configs import covering_blackwell_configs, tcgen05_configs
+from helpers.covering.configs import COVERING_PAIR_MLA, covering_blackwell_configs, tcgen05_configs
 
 from hopwell.kernels.config.base import KernelConfig
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
@@ -138,3 +138,12 @@ def test_spills_of_steps_are_found_beside_tensor_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(resources.subprocess, "run", lambda *arguments, **options: Said)
     monkeypatch.setattr(resources, "disassemble", lambda cubin: code)
     assert Resources.of(Built) == Resources(128, 8, 1, 1, 1024, 0, 512)  # type: ignore[arg-type]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("config", COVERING_PAIR_MLA, ids=lambda config: config.name)
+def test_arrivals_at_the_other_cta_do_not_fence_global_memory(config: KernelConfig) -> None:
+    """ptxas makes a fence of the whole GPU of an arrival with release at cluster scope, and invalidates L1 for a wait."""
+    ptx = artifact(config).ptx.read_text()
+    assert "mbarrier.arrive.relaxed.cluster" in ptx
+    assert not re.search(r"mbarrier\S*\.(release|acquire)\.cluster", ptx)

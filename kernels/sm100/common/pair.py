@@ -8,7 +8,6 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.parts.core.device import device_struct, shared_address
@@ -36,18 +35,30 @@ def meet() -> None:
     cute.arch.cluster_wait()
 
 
-def arrive_at_leader(barrier) -> None:
-    """Arrive at the leader's barrier that has the address of ``barrier``. Earlier accesses are visible to threads of
-    both CTAs that wait for it with :func:`wait`."""
-    cute.arch.mbarrier_arrive(barrier, peer_cta_rank_in_cluster=LEADER, scope=nvvm.MemScopeKind.CLUSTER)
+# An arrival with .release.cluster and a wait with .acquire.cluster also order global memory: ptxas emits a fence of the
+# whole GPU for the one, and invalidates L1 for the other. Fences that are restricted to shared memory cost neither.
+
+
+@dsl_user_op
+def arrive_at_leader(barrier, *, loc=None, ip=None) -> None:
+    """Arrive at the leader's barrier that has the address of ``barrier``. Earlier accesses to shared memory are visible
+    to threads of both CTAs that wait for it with :func:`wait`."""
+    cute.arch.inline_ptx(
+        f"{{ .reg .b32 at; mapa.shared::cluster.u32 at, {{$r0}}, {LEADER}; "
+        "fence.release.sync_restrict::shared::cta.cluster; "
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [at]; }",
+        read_only_args=[shared_address(barrier)],
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op
 def wait(barrier, parity, *, loc=None, ip=None) -> None:
-    """Wait for a phase of a barrier at which threads of both CTAs arrive."""
+    """Wait for a phase of a barrier at which threads of both CTAs arrive with :func:`arrive_at_leader`."""
     cute.arch.inline_ptx(
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], {$r1}; "
-        "@!p bra again; }",
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [{$r0}], {$r1}; "
+        "@!p bra again; fence.acquire.sync_restrict::shared::cluster.cluster; }",
         read_only_args=[shared_address(barrier), Int32(parity)],
         loc=loc,
         ip=ip,

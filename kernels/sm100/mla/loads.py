@@ -229,20 +229,14 @@ class LoadV(LatentLoad):
         places = [source.places(CTAS * n + i, found[i]) for i in range(CTAS)]
         products = self.kernel.config.products
         for group in cutlass.range_constexpr(self.stages // products):
-            # Not unrolled: the addresses of all rows of all stages would be computed before the loop, and spill.
-            for i in cutlass.range(group * products, (group + 1) * products, unroll=1):
-                stage = step * self.stages + i
-                self.ring.wait_empty(stage)
-                barrier = self.loaded.full_barrier(stage)
-                if needs_zeros:
-                    barrier = self.zeroing_barrier
-                else:
-                    source.expect(barrier, size)
-                for box in cutlass.range_constexpr(VALUE_BOXES):
-                    block = value_block(self.kernel.config, self.rank, i, box)
-                    place = self._place(stage) + box * BOX_BYTES
-                    source.load_block(places[self._keys(group, box)], block, place, barrier)
-                source.finish(barrier)
+            first, end = group * products, (group + 1) * products
+            if const_expr(self.kernel.config.dequantized_boxes > 0):
+                # Not unrolled: the addresses of all rows of all stages would be computed before the loop, and spill.
+                for i in cutlass.range(first, end, unroll=1):
+                    self.load_stage(source, places, group, i, step, needs_zeros)
+            else:
+                for i in cutlass.range_constexpr(first, end):
+                    self.load_stage(source, places, group, i, step, needs_zeros)
         if needs_zeros:
             cute.arch.mbarrier_wait(self.zeroing_barrier, zeroed & 1)
             zeroed += 1
@@ -256,6 +250,21 @@ class LoadV(LatentLoad):
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_arrive(self.ring.full_barrier(step * self.stages + i))
         return zeroed
+
+    @cute.jit
+    def load_stage(self, source: LatentSource, places: list, group: cutlass.Constexpr[int], i, step, needs_zeros):
+        """Load stage ``i`` of a step, which is one of ``group``."""
+        stage = step * self.stages + i
+        self.ring.wait_empty(stage)
+        barrier = self.loaded.full_barrier(stage)
+        if needs_zeros:
+            barrier = self.zeroing_barrier
+        else:
+            source.expect(barrier, VALUE_BOXES * BOX_BYTES)
+        for box in cutlass.range_constexpr(VALUE_BOXES):
+            block, place = value_block(self.kernel.config, self.rank, i, box), self._place(stage) + box * BOX_BYTES
+            source.load_block(places[self._keys(group, box)], block, place, barrier)
+        source.finish(barrier)
 
     def _keys(self, group: int, box: int) -> int:
         """Return which 64 keys of the step a box has; ``group`` counts stages of all products."""
