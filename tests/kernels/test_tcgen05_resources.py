@@ -143,7 +143,7 @@ def test_spills_of_steps_are_found_beside_tensor_memory(monkeypatch: pytest.Monk
 @pytest.mark.compile
 @pytest.mark.parametrize("config", COVERING_PAIR_MLA, ids=lambda config: config.name)
 def test_arrivals_at_the_other_cta_do_not_fence_global_memory(config: KernelConfig) -> None:
-    """ptxas makes a fence of the whole GPU of an arrival with release at cluster scope, and invalidates L1 for a wait."""
+    """With release at cluster scope, ptxas emits a fence of the whole GPU; with acquire it invalidates L1."""
     ptx = artifact(config).ptx.read_text()
     assert "mbarrier.arrive.relaxed.cluster" in ptx
     assert not re.search(r"mbarrier\S*\.(release|acquire)\.cluster", ptx)
