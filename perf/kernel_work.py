@@ -107,7 +107,7 @@ class PtxLoops:
         self.softmax, *_, self.masked_softmax = softmax
         (self.correction,) = (loop for loop in self._having("tcgen05.ld", "tcgen05.st") if not self._has(loop, "ex2"))
         (self.store,) = (loop for loop in self._having("tcgen05.ld", "st.global") if not self._has(loop, "tcgen05.st"))
-        (self.products,) = innermost(self.loops, self._has_both_products)
+        self.products = steady(self.loops, innermost(self.loops, self._has_both_products))
         # Loops that load K and V are inside the loop over work tiles; Q is loaded once in each work tile.
         loads = [loop for loop in self._having("cp.async.bulk.tensor") if around(self.loops, loop)]
         self.loads = [i for loop in loads for i in loop.path]
@@ -133,13 +133,26 @@ class SassLoops:
         self.softmax, *_, self.masked_softmax = softmax
         (self.correction,) = (loop for loop in self._having("LDTM", "STTM") if not self._has(loop, "MUFU.EX2"))
         (self.store,) = (loop for loop in self._having("LDTM", "STG") if not self._has(loop, "STTM"))
-        (self.products,) = self._having("MMA tmem", "MMA gdesc")  # UTCHMMA in 16 bits, UTCQMMA in 8
+        # UTCHMMA in 16 bits, UTCQMMA in 8
+        self.products = steady(self.loops, self._having("MMA tmem", "MMA gdesc"))
 
     def _has(self, loop: Loop, text: str) -> bool:
         return any(text in self.code[i].text for i in loop.path)
 
     def _having(self, *texts: str) -> list[Loop]:
         return innermost(self.loops, lambda loop: all(self._has(loop, text) for text in texts))
+
+
+def steady(loops: Sequence[Loop], products: Sequence[Loop]) -> Loop:
+    """Return the loop over query tiles in the steady state: the loop around it, over steps, is shorter than the loop
+    over work tiles."""
+
+    def around_it(loop: Loop) -> int:
+        outer = around(loops, loop)
+        assert outer is not None
+        return len(outer.path)
+
+    return min(products, key=around_it)
 
 
 def _ptx_successors(one: Instr, end: int) -> list[int]:

@@ -60,6 +60,7 @@ class PrefillLoop:
     q_bytes: int  # of both query tiles
     store: Operation  # of O of a query tile
     bits: int = 16  # of an element of Q, K and V
+    scores_ahead: bool = False  # whether the first S of a work tile is issued behind the last P V of the one before
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,13 @@ def kernel_model(loop: PrefillLoop, rates: Rates) -> KernelModel:
     steady, masked = loop.steady.time(rates), loop.masked.time(rates)
     score, value = loop.score.latency(rates), loop.value.latency(rates)
     signal = score - replace(loop.score, signals=False).latency(rates)
-    drain = signal + loop.first.latency(rates) + Arrival().latency(rates)
+    softmax = signal + loop.first.latency(rates) + Arrival().latency(rates)
+    drain = 0.0 if loop.scores_ahead else softmax
     # The load of the next Q starts at the last S. Q is needed after the last softmax and one product with V.
-    q_wait = rates.tma_load(loop.q_bytes) - (drain + value)
+    q_wait = rates.tma_load(loop.q_bytes) - (softmax + value)
     # The store of O starts after its last product. Its tensor memory is needed again after the other tile's product,
     # the next S and its softmax.
-    store = Q_TILES * loop.store.latency(rates) - (steady.cycles / Q_TILES + score + drain)
+    store = Q_TILES * loop.store.latency(rates) - (steady.cycles / Q_TILES + score + softmax)
     kernel = KernelModel(steady, masked, 0.0, drain, max(q_wait, 0.0), max(store, 0.0), loop.steady.keys, loop.bits)
     return replace(kernel, mma=loop.steady.flop / kernel.flop)
 
@@ -160,7 +162,7 @@ def compiled(does: Work, config: Sm100PrefillConfig, rates: Rates) -> PrefillLoo
     q_bytes = rows * config.layout.q_columns * 2  # the config counts halfwords
     bits = 8 if config.uses_fp8_mma else 16
     first = Code(does.masked_softmax, threads, until=-2, sharers=HALVES)
-    return PrefillLoop(step(does.softmax), step(does.masked_softmax), first, score, value, q_bytes, store, bits)
+    return PrefillLoop(step(does.softmax), step(does.masked_softmax), first, score, value, q_bytes, store, bits, True)
 
 
 class SoftmaxTimes(NamedTuple):

@@ -71,8 +71,8 @@ _ASSUMPTIONS = """## Assumptions
 * An operand of tcgen05.mma is read from shared memory once for each instruction, and an operand in tensor memory costs
   nothing. TMA and warps write through the same port. All of them together reach 0.82 of its 128 bytes a cycle.
 * K and V come from L2: heads of a group and query tiles of a request run side by side and read the same tiles.
-* The first softmax of a work tile, with a mask, overlaps with nothing, because the last P V of the tile before has been
-  waited for. Loading the next Q and storing O count where they take longer than what they run beside.
+* The first S of a work tile follows the last P V of the same query tile, so steps go on without a gap. Loading the next
+  Q and storing O count where they take longer than what they run beside. The softmax warps' row results are left out.
 * CTAs take work tiles one by one in the kernel's order.
 * The clock does not fall under load. A B200 lowers it at its power limit, which dense products reach.
 * Decode and MLA spread keys evenly over all SMs, and add one launch. Pieces and their merge are left out.

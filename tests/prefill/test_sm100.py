@@ -18,6 +18,7 @@ from helpers.covering.configs import covering_blackwell_configs
 from hopwell import emulator
 from hopwell.kernels import execute
 from hopwell.kernels.config.prefill import PrefillConfig
+from hopwell.kernels.launch import geometry
 from hopwell.kernels.problem import Mask, MaskKind, PageTable
 from hopwell.kernels.registry import shipped_configs
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
@@ -107,6 +108,23 @@ def test_requests_alone_are_what_they_are_in_a_batch() -> None:
         alone = [execute(data.request(index).problem(16)) for index in range(data.size)]
     assert not together.isnan().any()
     assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("schedule", ["late", "priority"])
+def test_work_tiles_follow_each_other_in_a_cta(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mma warp issues scores of the next work tile before the CTA has finished this one, unless it has no keys. The
+    CTA takes tiles with one step, with several and with none."""
+    monkeypatch.setattr(geometry, "EMULATED_SMS", 1)
+    kv_lens = [300, 0, 0, 128, 5, 0, 400, 129, 1, 0]
+    data = Batch([3] * len(kv_lens), kv_lens, heads=1, kv_heads=1, device="cpu")
+    lse = data.ragged_lse()
+    with emulator.use("sm_100a", schedule=schedule, race=True, proxy=True, strict=True):
+        out = execute(data.problem(16, FULL, lse=lse))
+    expected = data.expected(FULL)
+    expected.check(out)
+    expected.check_lse(lse.tensor)
+    assert not emulator.report().warnings
 
 
 @pytest.mark.emulator

@@ -46,7 +46,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         warp 23           load_q      work tiles (the query rows, the keys and their locations) and their Q tiles
 
     Edges (``PrefillSm100(config).edges``); edges of query tiles have one stage per tile, factor has two
-        q       load_q -> mma            released when the last S of the work tile has been computed
+        q       load_q -> mma            released when the query tile's last S of the work tile has been computed
         k       load_k -> mma            released when both S have been computed
         v       load_v -> mma            released when both products have been added to O
         work    load_q -> all others     released as soon as it has been read
@@ -57,7 +57,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         o       mma -> correction        full when it is complete; released before every product, when O has been
                                          corrected or stored and may be added to
 
-    Steady state: one step of both query tiles, 0 and 1. A product of one tile overlaps the softmax of the other.
+    Steady state: one step of both query tiles, 0 and 1. A product of one tile overlaps the softmax of the other. In the
+    last step of a work tile, S is the first of the next work tile.
 
         tensor cores   |  O0 += P0 V(i+1)  |  S0 = Q0 K(i)^T  |  O1 += P1 V(i+1)  |  S1 = Q1 K(i)^T  |
         softmax 0      |      waits        |                  | maximum, 2^(S0 - reference), P0, sums |  waits ...

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array
 from hopwell.kernels.sm100.common import tmem
@@ -32,28 +32,30 @@ class Products:
 
     @cute.jit
     def run(self, work_queue):
-        q_ring = self.rings.q
-        kv_step, work, stored = Int32(0), Int32(0), Int32(0)
+        kv_step, work, has_scores = Int32(0), Int32(0), Boolean(False)
         tile = work_queue.read(work)
         while tile.exists:
-            for index in cutlass.range_constexpr(Q_TILES):
-                q_ring.wait_full(Q_TILES * work + index)
             steps = tile.keys.end - tile.keys.begin
-            if steps > 0:
-                self.first_step(kv_step)
-                for i in cutlass.range(1, steps, unroll=1):
-                    self.next_step(kv_step, (i > 1).to(Int32))
-                    kv_step += 1
-            # Every product that reads Q has been issued.
-            with cute.arch.elect_one():
+            if not has_scores:
                 for index in cutlass.range_constexpr(Q_TILES):
-                    self._release(q_ring, Q_TILES * work + index)
-            if steps > 0:
-                self.last_step(kv_step, stored, (steps > 1).to(Int32))
+                    self.rings.q.wait_full(Q_TILES * work + index)
+            if steps == 0:
+                self.give_back_q(work)
+            elif not has_scores:
+                self.first_step(kv_step, work, steps == 1)
+            for i in cutlass.range(1, steps, unroll=1):
+                self.next_step(kv_step, work, (i > 1).to(Int32), i == steps - 1)
                 kv_step += 1
-                stored += 1
+            following = work_queue.read(work + 1)
+            following_steps = following.keys.end - following.keys.begin
+            has_scores = (steps > 0) & following.exists & (following_steps > 0)
+            if has_scores:
+                self.last_step_and_first(kv_step, work, (steps > 1).to(Int32), following_steps == 1)
+            elif steps > 0:
+                self.last_step(kv_step, (steps > 1).to(Int32))
+            kv_step += (steps > 0).to(Int32)
             work += 1
-            tile = work_queue.read(work)
+            tile = following
         self.drain(work, kv_step)
 
     def drain(self, work, kv_step) -> None:
@@ -64,45 +66,66 @@ class Products:
             for stage in range(ring.stages):
                 ring.wait_empty(step + stage)
 
+    # Loops over query tiles are not unrolled: the compiler would compute all descriptors of Q before the loop and run
+    # out of uniform registers.
+
     @cute.jit
-    def first_step(self, kv_step):
-        """Issue S of both query tiles for the rightmost keys."""
+    def first_step(self, kv_step, work, is_last):
+        """Issue S of both query tiles for the rightmost keys. Q is released by its last S."""
         k_ring = self.rings.k
         k_ring.wait_full(kv_step)
         tmem.after_signal()
         for index in cutlass.range(Q_TILES, unroll=1):
-            with cute.arch.elect_one():
-                self._issue_s(index, kv_step)
+            self._issue_s(index, kv_step, work, is_last)
         with cute.arch.elect_one():
             self._release(k_ring, kv_step)
 
     @cute.jit
-    def next_step(self, kv_step, accumulate):
+    def next_step(self, kv_step, work, accumulate, is_last):
         """For each query tile issue O += P V of the keys of ``kv_step``, then S of the next keys."""
         k_ring, v_ring = self.rings.k, self.rings.v
         k_ring.wait_full(kv_step + 1)
         v_ring.wait_full(kv_step)
-        # Not unrolled: the compiler would compute all descriptors of Q before the loop and run out of uniform
-        # registers.
         for index in cutlass.range(Q_TILES, unroll=1):
             self._issue_o(index, kv_step, accumulate)
-            with cute.arch.elect_one():
-                self._issue_s(index, kv_step + 1)
+            self._issue_s(index, kv_step + 1, work, is_last)
         with cute.arch.elect_one():
             self._release(v_ring, kv_step)
             self._release(k_ring, kv_step + 1)
 
     @cute.jit
-    def last_step(self, kv_step, stored, accumulate):
-        """Issue the products with V of the leftmost keys, which complete O."""
-        v_ring, o_ring = self.rings.v, self.rings.o
+    def last_step_and_first(self, kv_step, work, accumulate, is_last):
+        """For each query tile issue the product with V of the leftmost keys, which completes O, then S of the rightmost
+        keys of the next work tile: as in the other steps, a product of one query tile overlaps the softmax of the
+        other."""
+        k_ring, v_ring = self.rings.k, self.rings.v
         v_ring.wait_full(kv_step)
         for index in cutlass.range(Q_TILES, unroll=1):
-            self._issue_o(index, kv_step, accumulate)
-            with cute.arch.elect_one():
-                tmem.commit(shared_address(o_ring.full_barrier(Q_TILES * stored + index)))
+            self._complete_o(index, kv_step, accumulate)
+            k_ring.wait_full(kv_step + 1)
+            self.rings.q.wait_full(Q_TILES * (work + 1) + index)
+            tmem.after_signal()
+            self._issue_s(index, kv_step + 1, work + 1, is_last)
         with cute.arch.elect_one():
             self._release(v_ring, kv_step)
+            self._release(k_ring, kv_step + 1)
+
+    @cute.jit
+    def last_step(self, kv_step, accumulate):
+        """Issue the products with V of the leftmost keys, which complete O. No work tile with keys follows."""
+        v_ring = self.rings.v
+        v_ring.wait_full(kv_step)
+        for index in cutlass.range(Q_TILES, unroll=1):
+            self._complete_o(index, kv_step, accumulate)
+        with cute.arch.elect_one():
+            self._release(v_ring, kv_step)
+
+    @cute.jit
+    def give_back_q(self, work):
+        """Release Q of a work tile without keys."""
+        with cute.arch.elect_one():
+            for index in cutlass.range_constexpr(Q_TILES):
+                self._release(self.rings.q, Q_TILES * work + index)
 
     def _release(self, ring, step) -> None:
         """Release a stage once all products issued so far have read it."""
@@ -111,11 +134,23 @@ class Products:
     def _scores(self, index):
         return self.tensor_memory + (self.kernel.config.columns.first("s") + index * self.kernel.tile.n)
 
-    def _issue_s(self, index, kv_step) -> None:
+    @cute.jit
+    def _issue_s(self, index, kv_step, work, is_last) -> None:
+        """Issue S of a query tile, and release its Q if this is the last S of the work tile."""
         k_ring, s_ring = self.rings.k, self.rings.s
-        scores, q, k = self._scores(index), self.q.at(index), self.k.at(k_ring.stage(kv_step))
-        issue(scores, q, k, Mma(self.kernel.dtype, self.kernel.tile.n), (0, self.kernel.layout.depth[0]))
-        tmem.commit(shared_address(s_ring.full_barrier(Q_TILES * kv_step + index)))
+        with cute.arch.elect_one():
+            scores, q, k = self._scores(index), self.q.at(index), self.k.at(k_ring.stage(kv_step))
+            issue(scores, q, k, Mma(self.kernel.dtype, self.kernel.tile.n), (0, self.kernel.layout.depth[0]))
+            tmem.commit(shared_address(s_ring.full_barrier(Q_TILES * kv_step + index)))
+            if is_last:
+                self._release(self.rings.q, Q_TILES * work + index)
+
+    @cute.jit
+    def _complete_o(self, index, kv_step, accumulate) -> None:
+        """Issue the last product of a query tile's O, and signal that O is complete."""
+        self._issue_o(index, kv_step, accumulate)
+        with cute.arch.elect_one():
+            tmem.commit(shared_address(self.rings.o.full_barrier(index)))
 
     @cute.jit
     def _issue_o(self, index, kv_step, accumulate) -> None:
