@@ -23,7 +23,7 @@ PACK_TIGHT, PACK_BYTE, PACK_CHUNK = 0, 1, 2
 
 @dataclass(frozen=True)
 class Shape:
-    """Fields of an instruction descriptor and its kind."""
+    """Fields of an instruction descriptor, its kind, and whether the instruction is weight-stationary (.ws)."""
 
     m: int
     n: int
@@ -41,6 +41,7 @@ class Shape:
     scale_format: str = ""
     a_byte: int = 0  # first byte of A in a scale column
     b_byte: int = 0
+    ws: bool = False
 
     @property
     def rows(self) -> int:
@@ -50,10 +51,10 @@ class Shape:
     def lanes(self) -> np.ndarray:
         """Return the tensor-memory lane of each row of a CTA.
 
-        With M = 64 of one CTA, rows use the lower half of each 32-lane quarter.
+        With M = 64 of one CTA, rows use the lower half of each 32-lane quarter, except in .ws instructions.
         """
         r = np.arange(self.rows)
-        return r // 16 * 32 + r % 16 if self.ctas == 1 and self.rows == 64 else r
+        return r // 16 * 32 + r % 16 if self.ctas == 1 and self.rows == 64 and not self.ws else r
 
     @property
     def split(self) -> int:
@@ -61,13 +62,31 @@ class Shape:
 
         The first N / split columns are in lanes 0.., the next N / split columns in the following lanes.
         """
-        return LANE_SPLIT.get((self.ctas, self.rows), 1)
+        return 128 // self.rows if self.ws or self.ctas == 2 else 1
 
 
-LANE_SPLIT = {(2, 64): 2, (2, 32): 4}
+ROWS = {1: (64, 128), 2: (128, 256)}  # M by number of CTAs
+WS_SHAPES = (32, 64, 128), (64, 128, 256)  # M and N of .ws
+WITH_MAJOR = ("e4m3", "e5m2", "u8", "s8", "f16", "bf16", "tf32")  # CUTLASS, mma_sm100_desc.hpp, a_major_
 
 
-def parse_shape(kind: str, idesc: int, ctas: int, vector: int | None, where: str) -> Shape:
+def supports(kind: str, m: int, n: int, ctas: int, ws: bool, wide_step: bool) -> bool:
+    """Whether the shape is supported: PTX ISA, "tcgen05 matrix shape"; CUTLASS DSL, nvgpu/tcgen05/mma.py.
+
+    ``wide_step``: B has 8 bits and is MN-major, so that 16 of its columns of one CTA share 16 bytes.
+    """
+    if ws:
+        return ctas == 1 and m in WS_SHAPES[0] and n in WS_SHAPES[1]
+    # Block-scaled kinds do not support M = 64 (CUTLASS, mma_sm100_umma.hpp).
+    if m not in ROWS[ctas] or (kind.startswith("mx") and m == 64):
+        return False
+    step = 16 if wide_step or (kind == "i8" and (ctas == 2 or n > 32)) else 8
+    return 0 < n <= 256 and n % (step * ctas) == 0
+
+
+def parse_shape(
+    kind: str, idesc: int, ctas: int, vector: int | None, where: str, ws: bool = False, a_in_tmem: bool = False
+) -> Shape:
     block_scaled = kind.startswith("mx")
     n, m = (idesc >> 17 & 63) << 3, (idesc >> 24 & 31) << 4
     a_code, b_code = idesc >> 7 & 7, idesc >> 10 & 7
@@ -90,10 +109,13 @@ def parse_shape(kind: str, idesc: int, ctas: int, vector: int | None, where: str
     d_type = "f32" if block_scaled else D_FORMATS.get(idesc >> 4 & 3, "")
     if not d_type:
         raise EmulatorError(f"tcgen05.mma with accumulator format 3: {where}")
-    # Block-scaled kinds do not support M = 64 (CUTLASS, mma_sm100_umma.hpp).
-    shapes = ((128, 1), (128, 2), (256, 2)) if block_scaled else ((64, 1), (128, 1), (128, 2), (256, 2))
-    if (m, ctas) not in shapes or n < 8 or n > 256:
-        raise EmulatorError(f"tcgen05.mma of M = {m}, N = {n} with {ctas} CTAs: {where}")
+    a_mn, b_mn = bool(idesc >> 15 & 1), bool(idesc >> 16 & 1)
+    if not supports(kind, m, n, ctas, ws, b_mn and half == 2):
+        form = f"kind::{kind}{' with .ws' if ws else ''}{', MN-major B' if b_mn else ''}"
+        raise EmulatorError(f"tcgen05.mma of M = {m}, N = {n} with {ctas} CTAs, {form}: {where}")
+    if (a_mn and (a_in_tmem or tight or a_type not in WITH_MAJOR)) or (b_mn and (tight or b_type not in WITH_MAJOR)):
+        of_a = f"A of {a_type}{' in tensor memory' if a_in_tmem else ''}"
+        raise EmulatorError(f"tcgen05.mma kind::{kind} with MN-major operands: {of_a}, B of {b_type}: {where}")
     k = K_BYTES * 2 // half
     scales = 0
     if block_scaled:
@@ -104,8 +126,8 @@ def parse_shape(kind: str, idesc: int, ctas: int, vector: int | None, where: str
         a_type,
         b_type,
         d_type,
-        bool(idesc >> 15 & 1),
-        bool(idesc >> 16 & 1),
+        a_mn,
+        b_mn,
         (idesc >> 13 & 1) != (idesc >> 14 & 1),
         half,
         k,
@@ -115,4 +137,5 @@ def parse_shape(kind: str, idesc: int, ctas: int, vector: int | None, where: str
         "ue8m0" if idesc >> 23 & 1 else "ue4m3",
         idesc >> 29 & 3 if block_scaled else 0,
         idesc >> 4 & 3 if block_scaled else 0,
+        ws,
     )

@@ -95,6 +95,7 @@ class Mma:
     sf_a: Any = None
     sf_b: Any = None
     vector: int | None = None
+    ws: bool = False
 
     def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> None:
         if mask & (mask - 1):
@@ -105,7 +106,8 @@ class Mma:
         lane = first_lane(mask)
         ctas = group_ctas(w, self.pair)
         where = m.where(self.pc)
-        shape = parse_shape(self.kind, w.get32(self.idesc, lane), len(ctas), self.vector, where)
+        idesc = w.get32(self.idesc, lane)
+        shape = parse_shape(self.kind, idesc, len(ctas), self.vector, where, self.ws, self.a_in_tmem)
         if isinstance(self.accumulate, tuple):
             accumulate = bool((int(w.pred[self.accumulate[0]]) >> lane & 1) ^ self.accumulate[1])
         else:
@@ -123,6 +125,7 @@ class Mma:
             self.sf_b.of(w, lane) if self.sf_b else 0,
             where,
         )
+        job.check_lanes()
         if m.tracked:
             job.track(m, w)
         m.add("matrix flops", 2 * shape.m * shape.n * shape.k)
@@ -164,6 +167,17 @@ class Job:
     def scale_columns(self, rows: int) -> int:
         return -(-rows // 32)
 
+    def check_lanes(self) -> None:
+        """PTX ISA, "data path layout organization": D and A start at lane 0, or both at lane 16 of layout F."""
+        s, d = self.shape, self.d >> 16 & 0xFFFF
+        half = s.ctas == 1 and s.rows == 64 and not s.ws
+        a = self.a >> 16 & 0xFFFF if self.op.a_in_tmem else d
+        if a != d or d not in ((0, 16) if half else (0,)):
+            raise MemoryFault(
+                f"tcgen05.mma of M = {s.m} with D at lane {d} and A at lane {a} of tensor memory: "
+                f"{'lanes 0 and 16 are' if half else 'lane 0 is'} allowed, the same for both\n  {self.where}"
+            )
+
     # -- detectors
     def track(self, m: Machine, w: Warp) -> None:
         s, pc = self.shape, self.op.pc
@@ -172,7 +186,7 @@ class Job:
             tensor_memory(m, cta)
             touch_chunks(m, cta, self.b_chunks(m), mark, pc)
             if self.op.a_in_tmem:
-                lanes = (self.a >> 16 & 0xFFFF) + s.lanes()
+                lanes = (self.a >> 16 & 0xFFFF) + self.d_lanes()  # with column ranges, each lane group has a copy
                 touch(m, cta, lanes, (self.a & 0xFFFF) + np.arange(K_BYTES // 4), False, mark, pc)
             else:
                 touch_chunks(m, cta, self.a_chunks(m), mark, pc)
@@ -323,7 +337,8 @@ def mma(c: Context, i: Instr) -> Op:
     from .operands import address_operand
 
     p = i.parts
-    if "sp" in p or "ws" in p or any(x.startswith("ashift") for x in p):
+    ws = "ws" in p
+    if "sp" in p or any(x.startswith("ashift") for x in p):
         raise Unsupported(i.op)
     kind = next(x for x in p if x.startswith("kind::"))[6:]
     target = c.file.kernel.target
@@ -345,6 +360,8 @@ def mma(c: Context, i: Instr) -> Op:
         if len(disabled) != (2 if "cta_group::2" in p else 1) * LANE_WORDS:
             raise Unsupported(f"{i.op} with an output-lane mask of {len(disabled)} words")
     predicate = rest.pop(0)
+    if ws and (disabled or not isinstance(next(iter(rest), Imm(0)), Imm) or (rest and rest[0].bits)):
+        raise Unsupported(f"{i.op} with a zero-column mask")
     scale_input = rest[0].bits if rest and isinstance(rest[0], Imm) else 0
     return c.python(
         Mma(
@@ -362,5 +379,6 @@ def mma(c: Context, i: Instr) -> Op:
             address_operand(c, args[4]) if scaled else None,
             address_operand(c, args[5]) if scaled else None,
             vector,
+            ws,
         )
     )

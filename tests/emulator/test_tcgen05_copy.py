@@ -145,7 +145,8 @@ def cell(shape: str, t: int, r: int, split: int) -> tuple[int, int]:
 # Shape, repetitions, registers of a thread, first lane within the warp's 32.
 TRANSFERS = [
     ("32x32b", 8, 8, 0), ("32x32b", 1, 1, 0), ("16x64b", 4, 4, 0), ("16x64b", 1, 1, 16), ("16x128b", 2, 4, 0),
-    ("16x128b", 2, 4, 16), ("16x256b", 2, 8, 0), ("16x256b", 2, 8, 16), ("16x32bx2", 4, 4, 0), ("16x32bx2", 4, 4, 16),
+    ("16x64b", 8, 8, 16), ("16x128b", 2, 4, 16), ("16x128b", 1, 2, 0), ("16x128b", 8, 16, 16), ("16x256b", 1, 4, 0),
+    ("16x256b", 2, 8, 16), ("16x256b", 4, 16, 0), ("16x256b", 8, 32, 16), ("16x32bx2", 4, 4, 0), ("16x32bx2", 4, 4, 16),
 ]  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def transfer(direction: str, shape: str, repeat: int, n: int, column: int, lane:
 @pytest.mark.parametrize(("shape", "repeat", "n", "lane"), TRANSFERS)
 def test_load_shapes(shape, repeat, n, lane):
     """A store of the loaded registers as lanes x registers shows the result of the load's shape."""
-    before = noise(1, LANES, COLUMNS)
+    before = noise(1, LANES, COLUMNS if n < 32 else 80)
     moved = transfer("ld", shape, repeat, n, 4, lane, 11) + transfer("st", "32x32b", n, n, 32, 0, 0)
     after = run_tmem("", before, everyone=moved)
     wanted = before[0].copy()
@@ -177,7 +178,7 @@ def test_load_shapes(shape, repeat, n, lane):
 
 @pytest.mark.parametrize(("shape", "repeat", "n", "lane"), TRANSFERS)
 def test_store_shapes(shape, repeat, n, lane):
-    before = noise(1, LANES, COLUMNS)
+    before = noise(1, LANES, COLUMNS if n < 32 else 80)
     moved = transfer("ld", "32x32b", n, n, 32, 0, 0) + transfer("st", shape, repeat, n, 4, lane, 11)
     after = run_tmem("", before, everyone=moved)
     wanted = before[0].copy()

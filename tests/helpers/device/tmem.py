@@ -136,6 +136,27 @@ def k_major(rows: np.ndarray, lbo: int, sbo: int, width: int = 16, size: int | N
     return out
 
 
+def mn_major(rows: np.ndarray, element: int, lbo: int, sbo: int, width: int = 16) -> np.ndarray:
+    """Return the bytes of [row][k bytes] as an MN-major operand in shared memory: CUTLASS mma_traits_sm100.hpp,
+    canonical layouts.
+
+    Chunks of 16 bytes hold one k of 16 / ``element`` neighbouring rows. Eight k of ``width`` bytes of rows follow each
+    other. The next rows start ``lbo`` bytes later, the next eight k ``sbo`` bytes later; without a swizzle (16), the
+    other way round. With one, the chunk number is XORed with the number of k (CUTLASS Swizzle<B, 4, 3>).
+    """
+    by_k = rows.reshape(len(rows), -1, element).transpose(1, 0, 2).reshape(-1, len(rows) * element)
+    next_rows, next_k = (sbo, lbo) if width == 16 else (lbo, sbo)
+    out = {}
+    for k, line in enumerate(by_k):
+        for c in range(len(line) // 16):
+            at = 16 * c % width + 16 * c // width * next_rows + k % 8 * width + k // 8 * next_k
+            out[at ^ (at >> 7 & (width // 16 - 1)) << 4] = line[16 * c : 16 * c + 16]
+    image = np.zeros(max(out) + 16, np.uint8)
+    for at, chunk in out.items():
+        image[at : at + 16] = chunk
+    return image
+
+
 # ------------------------------------------------------------------ matrices
 def minifloat(exponent: int, mantissa: int, bias: int, signed: bool = True) -> np.ndarray:
     """Return the values of all codes of a small float without infinities."""
@@ -198,3 +219,14 @@ def place_result(d: np.ndarray, ctas: int, tmem: np.ndarray, column: int = 0) ->
                 tmem[cta, r + 64, column : column + n // 2] = row[n // 2 :]
             else:
                 tmem[cta, r, column : column + n] = row
+
+
+def place_split_result(d: np.ndarray, tmem: np.ndarray) -> None:
+    """Place D of a .ws instruction in one CTA: PTX ISA, layouts D, E and G; CUTLASS, tmem_frg_ws.
+
+    Each of the 128 / M groups of lanes holds a range of the columns.
+    """
+    m, n = d.shape
+    width = n * m // LANES
+    for group in range(LANES // m):
+        tmem[m * group : m * group + m, :width] = d.view(np.uint32)[:, width * group : width * group + width]
