@@ -1,14 +1,19 @@
-"""st.async: stores of registers to the shared memory of a cluster that complete bytes on an mbarrier."""
+"""st.async and red.async: stores of registers to the shared memory of a cluster, and reductions there.
+
+Both complete their bytes on an mbarrier.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..decode.op import Context, Op, decodes, items
-from ..errors import MemoryFault, Unsupported
+from ..errors import MemoryFault, UninitializedRead, Unsupported
 from ..machine.state import Warp, lanes_of
 from ..native.layout import OFFSET_MASK, RANK_SHIFT, SHARED_PARTS, TOUCH_WRITE
 from ..ptx import Instr, type_size
@@ -19,15 +24,43 @@ if TYPE_CHECKING:
     from ..machine.machine import Machine
 
 
+# Operation -> types: PTX ISA, "red.async".
+REDUCTIONS = {
+    "add": ("u32", "s32", "u64"), "min": ("u32", "s32"), "max": ("u32", "s32"), "inc": ("u32",), "dec": ("u32",),
+    "and": ("b32",), "or": ("b32",), "xor": ("b32",),
+}  # fmt: skip
+COMBINE: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add, "min": min, "max": max, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "inc": lambda old, limit: 0 if old >= limit else old + 1,
+    "dec": lambda old, limit: limit if old == 0 or old > limit else old - 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One word in memory becomes ``combine(word, register)``."""
+
+    combine: Callable[[int, int], int]
+    type: np.dtype
+
+    def of(self, memory: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """Return the bytes that replace ``memory``."""
+        old, value = (int(np.ascontiguousarray(x).view(self.type)[0]) for x in (memory, data))
+        bits = 8 * self.type.itemsize
+        return np.frombuffer((self.combine(old, value) % (1 << bits)).to_bytes(bits // 8, "little"), np.uint8)
+
+
 @dataclass
 class AsyncStore:
-    """Decoded st.async; calling it executes the instruction."""
+    """Decoded st.async or red.async; calling it executes the instruction."""
 
     pc: int
     target: Address
     signal: Address
     rows: list[int]
     size: int  # bytes of an element
+    name: str = "st.async"
+    reduction: Reduction | None = None
 
     def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> None:
         n = self.size * len(self.rows)
@@ -36,7 +69,7 @@ class AsyncStore:
             # PTX ISA, "st.async": the mbarrier is in the CTA of the destination.
             if target % n or target >> RANK_SHIFT != signal >> RANK_SHIFT:
                 raise MemoryFault(
-                    f"{w} lane {lane}: st.async of {n} bytes to {target:#x} with the mbarrier at {signal:#x}: not "
+                    f"{w} lane {lane}: {self.name} of {n} bytes to {target:#x} with the mbarrier at {signal:#x}: not "
                     f"aligned, or in another CTA\n  {m.where(self.pc)}"
                 )
             get = w.get64 if self.size == 8 else w.get32
@@ -44,7 +77,10 @@ class AsyncStore:
             self.issue(m, w, lane, target, signal, np.array(values, f"<u{self.size}").view(np.uint8))
 
     def issue(self, m: Machine, w: Warp, lane: int, target: int, signal: int, data: np.ndarray) -> None:
-        """Store ``data`` later. PTX ISA: a weak store, with a release of cluster scope at the mbarrier."""
+        """Store or add ``data`` later. PTX ISA: with a release of cluster scope at the mbarrier.
+
+        The accesses belong to the phase of the mbarrier, so reductions that signal one mbarrier do not race.
+        """
         cta, pc, offset = w.cta.cluster.resolve(target)[0], self.pc, target & OFFSET_MASK
         if m.tracked:
             b = bulk.mbarrier(m, w, pc, signal)
@@ -59,13 +95,18 @@ class AsyncStore:
 
         def run() -> None:
             if cta.exited or offset + data.size > cta.smem_size:
-                raise MemoryFault(f"st.async to {target:#x}, outside of a running CTA's shared memory: {m.where(pc)}")
-            cta.smem[offset : offset + data.size] = data
+                raise MemoryFault(
+                    f"{self.name} to {target:#x}, outside of a running CTA's shared memory: {m.where(pc)}"
+                )
+            cells = cta.smem[offset : offset + data.size]
+            if self.reduction and cta.init is not None and not cta.init[offset : offset + data.size].all():
+                raise UninitializedRead(f"{self.name} on shared memory that was never written: {m.where(pc)}")
+            cells[:] = self.reduction.of(cells, data) if self.reduction else data
             if cta.init is not None:
                 cta.init[offset : offset + data.size] = 1
             m.check(m.core.core_complete_tx(m.address, w.address, pc, signal, data.size))
 
-        m.post(run, ("st.async", m.events_issued), f"st.async: {m.where(pc)}", w.cta.cluster, pc)
+        m.post(run, (self.name, m.events_issued), f"{self.name}: {m.where(pc)}", w.cta.cluster, pc)
 
 
 @decodes("st.async")
@@ -75,3 +116,14 @@ def store_async(c: Context, i: Instr) -> Op:
     t = i.parts[-1]
     rows = [c.src(x, t) for x in items(i.args[1])]
     return c.python(AsyncStore(i.pc, address_operand(c, i.args[0]), address_operand(c, i.args[2]), rows, type_size(t)))
+
+
+@decodes("red.async")
+def reduce_async(c: Context, i: Instr) -> Op:
+    operation, t = i.parts[-2:]
+    if "mbarrier::complete_tx::bytes" not in i.op or t not in REDUCTIONS.get(operation, ()):
+        raise Unsupported(i.op)
+    target, value, signal = i.args
+    reduction = Reduction(COMBINE[operation], np.dtype(f"<{'i' if t[0] == 's' else 'u'}{type_size(t)}"))
+    where = address_operand(c, target), address_operand(c, signal)
+    return c.python(AsyncStore(i.pc, *where, [c.src(value, t)], type_size(t), "red.async", reduction))

@@ -1,10 +1,11 @@
-"""Tensor copies, bulk copies and st.async: boxes, edges, swizzles, gathers, multicast, pairs, un-elected issue."""
+"""Tensor copies and bulk copies: boxes, edges, swizzles, gathers, multicast, pairs, un-elected issue."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+from helpers.device.copies import CLUSTER, DUMP, MEET, SETUP, WAIT
 from helpers.device.ptx import empty, run_ptx
 
 from hopwell.emulator import Deadlock, MemoryFault, Unsupported
@@ -25,21 +26,9 @@ def descriptor(
     return storage[start : start + 128]
 
 
-SETUP = """
-    mov.u32 %r1, smem; add.u32 %r2, %r1, {bar};
-    setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [%r2], 1; bar.sync 0;
-"""
 LOAD = (
     "cp.async.bulk.tensor.{n}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%a0, {{{at}}}], [%r2];"
 )
-WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; @!%p2 bra W;"
-DUMP = """
-    shl.b32 %r3, %tid, 2;
-    COPY: setp.ge.u32 %p3, %r3, {bytes}; @%p3 bra COPIED;
-    add.u32 %r4, %r1, %r3; ld.shared.b32 %r5, [%r4]; cvt.u64.u32 %d1, %r3; add.u64 %d2, %a1, %d1;
-    st.global.b32 [%d2], %r5;
-    add.u32 %r3, %r3, 128; bra COPY; COPIED:
-"""
 
 
 def matrix(rows: int, cols: int, dtype=torch.int32) -> torch.Tensor:
@@ -194,14 +183,6 @@ def test_gathered_rows_are_swizzled():
             np.testing.assert_array_equal(chunks[r, c ^ r], x[row, 4 * c : 4 * c + 4].numpy())
 
 
-CLUSTER = (
-    SETUP.format(bar=1024) + "mov.u32 %r8, %cluster_ctarank; mul.wide.u32 %d5, %r8, {size}; add.u64 %a1, %a1, %d5;\n"
-    "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {announced}; fence.mbarrier_init.release.cluster;\n"
-    "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
-)  # fmt: skip
-MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
-
-
 def test_multicast_of_a_gather():
     x = matrix(16, 32)
     tmap = descriptor(I32, x, [32, 16], [128], [8, 1])
@@ -261,39 +242,6 @@ def test_multicast_in_a_pair_signals_the_even_cta():
     run_ptx(body, tmap, out, x, shared=1024 + 16, grid=2, cluster=2, roles="in out in", target="sm_100a", race=True,
             proxy=True)  # fmt: skip
     np.testing.assert_array_equal(out.numpy().reshape(2, 4, 8), [gathered(x, (6, 5, 4, 3), 8, 8)] * 2)
-
-
-# ------------------------------------------------------------------ st.async
-@pytest.mark.parametrize(("kind", "registers"), [("b32", 1), ("v2.b32", 2), ("v4.b32", 4), ("b64", 2), ("v2.b64", 4)])
-@pytest.mark.parametrize("schedule", ["eager", "late"])
-def test_asynchronous_stores_complete_bytes_of_the_peers_barrier(kind, registers, schedule):
-    """Each lane of CTA 0 stores to CTA 1, whose barrier waits for the bytes of all lanes."""
-    out, size = empty(2 * 32 * registers), 4 * registers
-    values = ", ".join(f"%r{40 + k}" for k in range(registers))
-    wide = "mov.b64 %d10, {%r40, %r41}; mov.b64 %d11, {%r42, %r43};" if "b64" in kind else ""
-    source = {"b32": "%r40", "b64": "%d10", "v2.b64": "{%d10, %d11}"}.get(kind, f"{{{values}}}")
-    fill = "".join(f"mad.lo.u32 %r{40 + k}, %tid, {registers}, {100 + k};" for k in range(4))
-    body = (
-        CLUSTER.format(size=32 * size, announced=32 * size).replace("@%p1 mbarrier.arrive", "mov.u32 %r8, "
-        "%cluster_ctarank; setp.eq.and.u32 %p6, %r8, 1, %p1; @%p6 mbarrier.arrive")
-        + f"mapa.shared::cluster.u32 %r11, %r1, 1; mapa.shared::cluster.u32 %r12, %r2, 1; {fill} {wide}"
-        + f"mad.lo.u32 %r11, %tid, {size}, %r11; setp.eq.u32 %p5, %r8, 1; @%p5 bra RECEIVE;\n"
-        + f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{kind} [%r11], {source}, [%r12]; bra MET;\n"
-        + "RECEIVE: " + WAIT.replace("%a1", "%a0") + DUMP.format(bytes=32 * size).replace("%a1", "%a0") + "MET:" + MEET
-    )  # fmt: skip
-    run_ptx(body.replace("%a1, %a1", "%a0, %a0"), out, shared=1024 + 16, grid=2, cluster=2, race=True, proxy=True,
-            schedule=schedule)  # fmt: skip
-    assert out[32 * registers :].tolist() == list(range(100, 100 + 32 * registers))
-
-
-def test_an_asynchronous_store_signals_the_cta_that_it_writes():
-    body = (
-        CLUSTER.format(size=0, announced=128).replace("%a1", "%d7")
-        + "mapa.shared::cluster.u32 %r11, %r1, 1; st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32"
-        " [%r11], %tid, [%r2];"
-    )
-    with pytest.raises(MemoryFault, match="or in another CTA"):
-        run_ptx(body, shared=1024 + 16, grid=2, cluster=2)
 
 
 def test_multicast_writes_every_cta_and_signals_each_barrier():
