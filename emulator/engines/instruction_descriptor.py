@@ -44,6 +44,11 @@ class Shape:
     ws: bool = False
 
     @property
+    def k_bytes(self) -> int:
+        """Bytes of k in a row of A and B."""
+        return self.k * self.half_bytes // 2
+
+    @property
     def rows(self) -> int:
         """Rows of A and D that one CTA holds."""
         return self.m // self.ctas
@@ -70,22 +75,29 @@ WS_SHAPES = (32, 64, 128), (64, 128, 256)  # M and N of .ws
 WITH_MAJOR = ("e4m3", "e5m2", "u8", "s8", "f16", "bf16", "tf32")  # CUTLASS, mma_sm100_desc.hpp, a_major_
 
 
-def supports(kind: str, m: int, n: int, ctas: int, ws: bool, wide_step: bool) -> bool:
+def supports(kind: str, m: int, n: int, ctas: int, ws: bool, wide_step: bool, long: bool) -> bool:
     """Whether the shape is supported: PTX ISA, "tcgen05 matrix shape"; CUTLASS DSL, nvgpu/tcgen05/mma.py.
 
-    ``wide_step``: B has 8 bits and is MN-major, so that 16 of its columns of one CTA share 16 bytes.
+    ``wide_step``: B has 8 bits and is MN-major, so that 16 of its columns of one CTA share 16 bytes. ``long``: K = 96.
     """
     if ws:
         return ctas == 1 and m in WS_SHAPES[0] and n in WS_SHAPES[1]
     # Block-scaled kinds do not support M = 64 (CUTLASS, mma_sm100_umma.hpp).
-    if m not in ROWS[ctas] or (kind.startswith("mx") and m == 64):
+    if m not in ROWS[ctas] or (kind.startswith("mx") and m == 64) or (long and m != 128 * ctas):
         return False
     step = 16 if wide_step or (kind == "i8" and (ctas == 2 or n > 32)) else 8
     return 0 < n <= 256 and n % (step * ctas) == 0
 
 
 def parse_shape(
-    kind: str, idesc: int, ctas: int, vector: int | None, where: str, ws: bool = False, a_in_tmem: bool = False
+    kind: str,
+    idesc: int,
+    ctas: int,
+    vector: int | None,
+    where: str,
+    ws: bool = False,
+    a_in_tmem: bool = False,
+    target: str = "",
 ) -> Shape:
     block_scaled = kind.startswith("mx")
     n, m = (idesc >> 17 & 63) << 3, (idesc >> 24 & 31) << 4
@@ -103,20 +115,22 @@ def parse_shape(
     if kind in ("f16", "tf32") and (kind == "tf32") != (a_type == "tf32"):
         raise EmulatorError(f"tcgen05.mma kind::{kind} with {a_type} in its instruction descriptor: {where}")
     tight = kind in ("mxf4", "mxf4nvf4")
-    if tight and idesc >> 31:
-        raise Unsupported(f"tcgen05.mma with K = 96: {where}")
+    long = tight and bool(idesc >> 31)
+    if long and (a_in_tmem or not target.startswith("sm_103")):  # PTX ISA, "tcgen05 matrix shape", target notes
+        what = "A in tensor memory" if a_in_tmem else f"the target {target}"
+        raise Unsupported(f"tcgen05.mma with K = 96 and {what}: {where}")
     half = 1 if tight else HALF_BYTES.get(a_type, 2)
     d_type = "f32" if block_scaled else D_FORMATS.get(idesc >> 4 & 3, "")
     if not d_type:
         raise EmulatorError(f"tcgen05.mma with accumulator format 3: {where}")
     a_mn, b_mn = bool(idesc >> 15 & 1), bool(idesc >> 16 & 1)
-    if not supports(kind, m, n, ctas, ws, b_mn and half == 2):
-        form = f"kind::{kind}{' with .ws' if ws else ''}{', MN-major B' if b_mn else ''}"
+    if not supports(kind, m, n, ctas, ws, b_mn and half == 2, long):
+        form = f"kind::{kind}{' with .ws' if ws else ''}{', MN-major B' if b_mn else ''}{', K = 96' if long else ''}"
         raise EmulatorError(f"tcgen05.mma of M = {m}, N = {n} with {ctas} CTAs, {form}: {where}")
     if (a_mn and (a_in_tmem or tight or a_type not in WITH_MAJOR)) or (b_mn and (tight or b_type not in WITH_MAJOR)):
         of_a = f"A of {a_type}{' in tensor memory' if a_in_tmem else ''}"
         raise EmulatorError(f"tcgen05.mma kind::{kind} with MN-major operands: {of_a}, B of {b_type}: {where}")
-    k = K_BYTES * 2 // half
+    k = 96 if long else K_BYTES * 2 // half
     scales = 0
     if block_scaled:
         scales = 1 if kind == "mxf8f6f4" else k // (vector or 32)

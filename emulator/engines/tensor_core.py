@@ -96,6 +96,7 @@ class Mma:
     sf_b: Any = None
     vector: int | None = None
     ws: bool = False
+    target: str = ""
 
     def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> None:
         if mask & (mask - 1):
@@ -107,7 +108,7 @@ class Mma:
         ctas = group_ctas(w, self.pair)
         where = m.where(self.pc)
         idesc = w.get32(self.idesc, lane)
-        shape = parse_shape(self.kind, idesc, len(ctas), self.vector, where, self.ws, self.a_in_tmem)
+        shape = parse_shape(self.kind, idesc, len(ctas), self.vector, where, self.ws, self.a_in_tmem, self.target)
         if isinstance(self.accumulate, tuple):
             accumulate = bool((int(w.pred[self.accumulate[0]]) >> lane & 1) ^ self.accumulate[1])
         else:
@@ -158,14 +159,20 @@ class Job:
 
     def a_chunks(self, m: Machine) -> np.ndarray:
         s = self.shape
-        return chunks(m, self.a, s.rows, K_BYTES, not s.a_mn, s.half_bytes)
+        return chunks(m, self.a, s.rows, s.k_bytes, not s.a_mn, s.half_bytes)
 
     def b_chunks(self, m: Machine) -> np.ndarray:
         s = self.shape
-        return chunks(m, self.b, s.n // s.ctas, K_BYTES, not s.b_mn, s.half_bytes)
+        return chunks(m, self.b, s.n // s.ctas, s.k_bytes, not s.b_mn, s.half_bytes)
 
-    def scale_columns(self, rows: int) -> int:
-        return -(-rows // 32)
+    def scale_columns(self, address: int, rows: int, first_byte: int) -> np.ndarray:
+        """Return columns of scales, [word][rows / 32].
+
+        A row's scales fill the bytes of a word from ``first_byte``, then the row's next word. It lies behind the first
+        words of all rows, four columns for each 128 rows (CUTLASS, mma_traits_sm100_frag.hpp, tmem_sf_frg).
+        """
+        words = np.arange(-(-(first_byte + self.shape.scales) // 4))[:, None]
+        return (address & 0xFFFF) + words * (4 * -(-rows // 128)) + np.arange(-(-rows // 32))
 
     def check_lanes(self) -> None:
         """PTX ISA, "data path layout organization": D and A start at lane 0, or both at lane 16 of layout F."""
@@ -191,9 +198,8 @@ class Job:
             else:
                 touch_chunks(m, cta, self.a_chunks(m), mark, pc)
             if s.scales:
-                for base, rows in ((self.sf_a, s.rows), (self.sf_b, self.b_scale_rows())):
-                    columns = (base & 0xFFFF) + np.arange(self.scale_columns(rows))
-                    touch(m, cta, np.arange(128), columns, False, mark, pc)
+                for base, rows, byte in ((self.sf_a, s.rows, s.a_byte), (self.sf_b, self.b_scale_rows(), s.b_byte)):
+                    touch(m, cta, np.arange(128), self.scale_columns(base, rows, byte), False, mark, pc)
             lanes = (self.d >> 16 & 0xFFFF) + self.d_lanes()
             touch(m, cta, lanes, (self.d & 0xFFFF) + np.arange(self.d_columns()), True, mark, pc)
 
@@ -255,20 +261,20 @@ class Job:
     def scales(self, m: Machine, cta: Cta, address: int, rows: int, first_byte: int, halves: int) -> np.ndarray:
         """Return the scales of ``rows``, in bytes from ``first_byte``.
 
-        Scale r of a group is in lane r % 32 of each 32-lane quarter, at column base + r / 32.
+        Row r of a group is in lane r % 32 of each 32-lane quarter, at column base + r / 32.
         """
-        tm = tensor_memory(m, cta)
-        column, n = address & 0xFFFF, self.scale_columns(rows // halves)
-        tm.check(m, column, n, self.where)
-        quarters = tm.cells[:, column : column + n].reshape(4, 32, n)
-        out = []
+        tm, out = tensor_memory(m, cta), []
+        columns = self.scale_columns(address, rows // halves, first_byte)
+        tm.check(m, int(columns.min()), int(np.ptp(columns)) + 1, self.where)
+        quarters = tm.cells[:, columns].reshape(4, 32, *columns.shape)
         for h in range(halves):
             group = quarters[4 // halves * h : 4 // halves * (h + 1)]
             if (group != group[0]).any():
                 raise EmulatorError(
                     f"scale factors differ between the 32-lane quarters that must hold copies: {self.where}"
                 )
-            by_row = np.ascontiguousarray(group[0].T).view(np.uint8).reshape(n * 32, 4)[: rows // halves]
+            words = np.ascontiguousarray(group[0].transpose(2, 0, 1))  # [rows / 32][32][word]
+            by_row = words.view(np.uint8).reshape(-1, 4 * len(columns))[: rows // halves]
             out.append(by_row[:, first_byte : first_byte + self.shape.scales])
         raw = np.ascontiguousarray(np.concatenate(out))
         return decode(m, raw, self.shape.scale_format, self.shape.scales, PACK_TIGHT)
@@ -380,5 +386,6 @@ def mma(c: Context, i: Instr) -> Op:
             address_operand(c, args[5]) if scaled else None,
             vector,
             ws,
+            target,
         )
     )

@@ -2,7 +2,8 @@
  *
  * Fields (PTX ISA, "matrix descriptor format" of wgmma and of tcgen05; CUTLASS mma_sm90_desc.hpp, mma_sm100_desc.hpp), in
  * units of 16 bytes: start [13:0], leading byte offset LBO [29:16], stride byte offset SBO [45:32], base offset [51:49],
- * swizzle in [63:62] (Hopper: 1, 2, 3 = 128, 64, 32 bytes) or [63:61] (Blackwell: 2, 4, 6).
+ * swizzle in [63:62] (Hopper: 1, 2, 3 = 128, 64, 32 bytes) or [63:61] (Blackwell: 2, 4, 6). Blackwell: 1 in [48:46]; bit 52
+ * says that LBO is the address at which rows of 48 bytes go on behind the end of their 128 bytes.
  *
  * With T elements per chunk and a swizzle atom W chunks wide (1, 2, 4 or 8), the canonical layouts of CUTLASS's
  * mma_traits_sm90_gmma.hpp are
@@ -24,7 +25,9 @@ i32 chunk_numbers(const operand *x, i32 *out) {
   u64 d = x->descriptor;
   i32 start = (i32)(d & 0x3fff), lbo = (i32)(d >> 16 & 0x3fff), sbo = (i32)(d >> 32 & 0x3fff), n = 0;
   i32 width = swizzle_width(d, x->blackwell), mask = width - 1;
-  if (!width || d >> 49 & 7) return -1;
+  i32 next = x->blackwell && (d >> 52 & 1), column = start & mask;
+  if (!width || d >> 49 & 7 || (x->blackwell && (d >> 46 & 7) != 1)) return -1;
+  if (x->k_bytes == 48 ? width != 8 || !x->k_major || (column > 5 && !next) : next) return -1;
   i32 rows = (i32)(x->k_major ? x->mn : x->k_bytes * 2 / (u32)x->half_bytes);
   i32 per_row = (i32)(x->k_major ? x->k_bytes / 16 : x->mn * (u32)x->half_bytes / 32);
   for (i32 r = 0; r < rows; r++)
@@ -33,7 +36,7 @@ i32 chunk_numbers(const operand *x, i32 *out) {
       if (x->k_major) at = r % 8 * width + r / 8 * sbo + (width == 1 ? c * lbo : c);
       else if (width == 1) at = c * sbo + r % 8 + r / 8 * lbo;
       else at = c % width + c / width * lbo + r % 8 * width + r / 8 * sbo;
-      at += start;
+      at += next && column + c >= width ? lbo + column - width : start;
       out[n++] = (at ^ (at >> 3 & mask)) & 0x3fff; /* 14 address bits in units of 16 bytes: addresses wrap at 256 KiB */
     }
   return n;

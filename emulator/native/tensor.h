@@ -16,7 +16,7 @@ enum { CHUNKS_MOST = 256 * 8 };
 
 i32 chunk_numbers(const operand *x, i32 *out);
 enum { UNIT_WGMMA, UNIT_TCGEN05, UNIT_MMA };
-enum { MODEL_K = 64 };
+enum { MODEL_K = 96 };
 void matrix_product(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format, u32 unit);
 void core_gemm(f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 lda, i32 ldb, i32 ldc);
 void core_gather(const u8 *smem, const i32 *chunks, i32 rows, i32 per_row, i32 format, i32 loose, f32 *out, i32 stride,

@@ -23,7 +23,7 @@ from helpers.device.tmem import (
     run_tmem,
 )
 
-from hopwell.emulator import EmulatorError
+from hopwell.emulator import EmulatorError, Unsupported
 
 MX_CODE = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
 # Kind and vector qualifier -> elements of k, scales of a row, format of the scales.
@@ -80,11 +80,16 @@ class Problem:
             for q in range(4 // halves):
                 for r in range(per_half):
                     lane = 128 // halves * h + 32 * q + r % 32
-                    raw[lane, column + r // 32, first_byte : first_byte + self.scales] = scales[per_half * h + r]
+                    for k, scale in enumerate(scales[per_half * h + r], first_byte):
+                        raw[lane, column + r // 32 + k // 4 * self.word(per_half), k % 4] = scale
+
+    def word(self, rows: int) -> int:
+        """Return how many columns behind a row's first four bytes of scales the next four are."""
+        return 4 * -(-rows // 128)
 
     def before(self) -> np.ndarray:
         tmem = noise(self.ctas, LANES, self.columns)
-        tmem[:, :, self.at_a : self.at_a + 16] = np.tile(tmem[:, :32, self.at_a : self.at_a + 16], (1, 4, 1))
+        tmem[:, :, self.at_a : self.at_values] = np.tile(tmem[:, :32, self.at_a : self.at_values], (1, 4, 1))
         own = self.m // self.ctas
         for cta in range(self.ctas):
             self.scale_words(tmem[cta], self.at_a, self.sa[own * cta : own * cta + own], self.ids[0], 1)
@@ -208,3 +213,97 @@ def test_block_scales_need_128_rows():
     problem = Problem("mxf8f6f4.block_scale.scale_vec::1X", 64, 64, a="e4m3", b="e4m3")
     with pytest.raises(EmulatorError, match="M = 64"):
         run_tmem(problem.instruction(), problem.before(), problem.images())
+
+
+# ------------------------------------------------------------------ K = 96
+class LongProblem(Problem):
+    """K = 96 on sm_103a: rows of 48 bytes from chunk ``start`` of 128-byte rows, which go on in a second buffer.
+
+    PTX ISA, "absolute address mode for K dimension being 48B"; CUTLASS, mma_traits_sm100.hpp (SM103) and its example
+    sm103_dense_blockscaled_gemm_persistent.py.
+    """
+
+    def __init__(self, kind: str, n: int, ctas: int, start: int, ids: tuple[int, int]):
+        _, scales, _ = KINDS[kind]
+        super().__init__(kind, 128 * ctas, n, ctas, ids=ids)
+        self.k, self.scales, self.start = 96, scales * 3 // 2, start
+        self.a, self.b = (draw("e2m1", (rows, 96), 0.5, 2, seed) for seed, rows in enumerate((self.m, n)))
+        self.sa, self.sb = (draw(self.scale, (rows, self.scales), 0.5, 2, 2 + rows) for rows in (self.m, n))
+        self.at_b, self.at_values = n + 16, n + 48
+        self.columns = n + 48
+
+    def buffers(self, codes: np.ndarray) -> np.ndarray:
+        rows = np.zeros((len(codes), 256), np.uint8)
+        rows[:, 16 * self.start : 16 * self.start + 48] = packed(codes, "e2m1", True)
+        return np.concatenate([k_major(half, 16, 1024, 128, size=128 * len(codes)) for half in np.split(rows, 2, 1)])
+
+    def images(self) -> list[np.ndarray]:
+        own_n = self.n // self.ctas
+        return [
+            np.concatenate(
+                [self.buffers(self.b[own_n * c : own_n * c + own_n]), self.buffers(self.a[128 * c : 128 * c + 128])]
+            )
+            for c in range(self.ctas)
+        ]
+
+    def instruction_descriptor(self) -> int:
+        return super().instruction_descriptor() | 1 << 31
+
+    def descriptor(self, register: str, offset: int, rows: int) -> str:
+        """Return instructions for a descriptor whose leading byte offset is the address of the second buffer."""
+        return (
+            descriptor(register, offset + 16 * self.start, 0, 1024, 128)
+            + descriptor("%d5", offset + 128 * rows, 0, 0, 128)
+            + f"and.b64 %d5, %d5, 0x3fff; shl.b64 %d5, %d5, 16; or.b64 {register}, {register}, %d5;\n"
+            f"or.b64 {register}, {register}, {1 << 52:#x};\n"
+        )
+
+    def instruction(self) -> str:
+        own_n = self.n // self.ctas
+        return (
+            self.descriptor("%d1", 256 * own_n, 128) + self.descriptor("%d2", 0, own_n)
+            + address("%r110", 0) + address("%r111", self.at_a) + address("%r112", self.at_b)
+            + f"mov.b32 %r113, {self.instruction_descriptor():#x}; setp.ne.u32 %p4, %r113, %r113;\n"
+            f"tcgen05.mma.cta_group::{self.ctas}.kind::{self.kind} [%r110], %d1, %d2, %r113, [%r111], [%r112], %p4;\n"
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "ids"),
+    [
+        ("mxf4nvf4.block_scale.block16", (0, 2)),
+        ("mxf4nvf4.block_scale.block16", (2, 0)),
+        ("mxf4.block_scale.block32", (0, 1)),
+        ("mxf4.block_scale.block32", (2, 3)),
+    ],
+)
+@pytest.mark.parametrize(("n", "ctas", "start"), [(64, 1, 0), (64, 1, 6), (256, 2, 7), (128, 2, 3)])
+def test_rows_of_48_bytes(kind, ids, n, ctas, start):
+    """Scales go on in the next word of a row, which lies behind the words of all rows."""
+    LongProblem(kind, n, ctas, start, ids).check(target="sm_103a")
+
+
+@pytest.mark.parametrize("change", [{"m": 128, "ctas": 2}, {"in_tmem": True}])
+def test_rows_of_48_bytes_that_hardware_lacks(change):
+    problem = LongProblem("mxf4nvf4.block_scale.block16", 64, change.get("ctas", 1), 0, (0, 0))
+    text = problem.instruction()
+    if "in_tmem" in change:
+        text = text.replace("[%r110], %d1", "[%r110], [%r111]")
+    else:
+        code = problem.instruction_descriptor()
+        text = text.replace(f"{code:#x}", f"{code & ~(31 << 24) | 8 << 24:#x}")
+    with pytest.raises((EmulatorError, Unsupported), match="K = 96"):
+        run_tmem(text, problem.before(), problem.images(), problem.ctas == 2, target="sm_103a")
+
+
+def test_rows_of_48_bytes_need_sm_103():
+    with pytest.raises(Unsupported, match="sm_100a"):
+        LongProblem("mxf4nvf4.block_scale.block16", 64, 1, 0, (0, 0)).check()
+
+
+def test_a_descriptor_without_its_constant():
+    """PTX ISA, "matrix descriptor format" of tcgen05: bits 46 to 48 are 1."""
+    problem = Problem("mxf8f6f4.block_scale", 128, 64, a="e4m3", b="e4m3")
+    text = problem.instruction().replace("tcgen05.mma", "xor.b64 %d2, %d2, 0x400000000000;\ntcgen05.mma")
+    with pytest.raises(Unsupported, match="matrix descriptor"):
+        run_tmem(text, problem.before(), problem.images())
