@@ -15,7 +15,7 @@ import numpy as np
 from ..decode.op import Context, Op, decodes, items
 from ..errors import MemoryFault, UninitializedRead, Unsupported
 from ..machine.state import Warp, lanes_of
-from ..native.layout import OFFSET_MASK, RANK_SHIFT, SHARED_PARTS, TOUCH_WRITE
+from ..native.layout import OFFSET_MASK, RANK_SHIFT, SHARED_PARTS, TOUCH_STRONG, TOUCH_WRITE
 from ..ptx import Instr, type_size
 from . import bulk
 from .operands import Address, address_operand
@@ -79,7 +79,7 @@ class AsyncStore:
     def issue(self, m: Machine, w: Warp, lane: int, target: int, signal: int, data: np.ndarray) -> None:
         """Store or add ``data`` later. PTX ISA: with a release of cluster scope at the mbarrier.
 
-        The accesses belong to the phase of the mbarrier, so reductions that signal one mbarrier do not race.
+        Reductions are relaxed, and do not race with each other.
         """
         cta, pc, offset = w.cta.cluster.resolve(target)[0], self.pc, target & OFFSET_MASK
         if m.tracked:
@@ -89,8 +89,9 @@ class AsyncStore:
             stamp[b.agent] = b.phase + 1
             bulk.keep(m, w.cta.cluster, stamp)
             bulk.arrives(m, w, cta, signal, b.agent, b.phase + 1, pc)
+            kind = TOUCH_WRITE | (TOUCH_STRONG if self.reduction else 0)
             m.core.core_shadow_bytes(
-                m.address, cta.address, offset, data.size, TOUCH_WRITE, b.agent, b.phase + 1, stamp.ctypes.data, pc
+                m.address, cta.address, offset, data.size, kind, b.agent, b.phase + 1, stamp.ctypes.data, pc
             )
 
         def run() -> None:

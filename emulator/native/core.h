@@ -137,16 +137,21 @@ typedef struct cell_clock {
   u32 pc;          /* instruction | lane of actor.lane << 22 | bytes of the cell that were read << 28 */
 } cell_clock;
 
+/* Last accesses of each agent, allocated at its first one: [agent][cell]. */
+typedef struct last_accesses {
+  u32 n;
+  i32 *agents;
+  cell_clock **cells;
+} last_accesses;
 /* Last accesses of each cell (4 bytes of memory; 16 lanes x 1 column of tensor memory). */
 typedef struct shadow {
-  u32 cells, n_readers;
+  u32 cells;
   i32 *w_agent;    /* meaningful where w_bytes is not 0 */
   i32 *w_clock;
   i32 *w_pc;
   u8 *w_lane;      /* who in the warp, see actor.lane */
   u8 *w_bytes;     /* low nibble: bytes of the cell; bit 4: written through the generic proxy */
-  cell_clock **readers; /* per agent, allocated on first use */
-  i32 *reader_ids;
+  last_accesses readers, atomics; /* weak and strong reads; atomic operations and strong writes */
 } shadow;
 
 enum { MAX_MBARRIERS = 512 };
@@ -277,7 +282,8 @@ enum {
   TOUCH_WRITE = 1,
   TOUCH_CHECK = 2, /* compare with the last write, leave no trace */
   TOUCH_ASYNC = 4,
-  TOUCH_LANE = 8   /* tensor memory: an operation of one thread, not of a warp */
+  TOUCH_LANE = 8,  /* tensor memory: an operation of one thread, not of a warp */
+  TOUCH_STRONG = 16 /* atomic, or a volatile, relaxed, acquire or release access: no race with another one */
 };
 /* Parts of a vector clock, of cap entries each: what has happened before; what of it a fence.proxy.async covers; what of it
  * tcgen05.fence::before_thread_sync covers. Barriers hand on these three. A warp also keeps the operations on tensor memory
@@ -292,6 +298,7 @@ void clock_acquire(machine *M, warp *w, const i32 *from);
 void tensor_fence_before(machine *M, warp *w);
 void tensor_fence_after(machine *M, warp *w);
 enum { LANE_COLLECTIVE = 32 };
+u32 strong_touch(const insn *i);
 void shadow_lanes(machine *M, warp *w, cta *c, u32 offset, u32 n, u32 touch, int lane, const insn *i);
 hazard *hazard_report(machine *M, hazard h);
 
@@ -313,6 +320,7 @@ void world_free(machine *M);
 void horizon_free(machine *M, warp *w);
 void global_touch(machine *M, warp *w, region *r, u64 address, u32 n, int write, const insn *i);
 void global_order(machine *M, warp *w, u64 address, const insn *i);
+void shared_order(machine *M, warp *w, const cta *c, u32 offset, const insn *i);
 void horizon_publish(machine *M, warp *w, u32 *barrier);
 void horizon_adopt(machine *M, warp *w, u32 barrier);
 

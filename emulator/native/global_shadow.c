@@ -118,6 +118,11 @@ void global_order(machine *M, warp *w, u64 address, const insn *i) {
   }
 }
 
+/* A strong access to shared memory orders as one to global memory does. Its variable has an address that global memory lacks. */
+void shared_order(machine *M, warp *w, const cta *c, u32 offset, const insn *i) {
+  if (i->aux & AUX_STRONG) global_order(M, w, 1ull << 63 | (u64)c->cluster->index << 32 | c->rank << RANK_SHIFT | offset, i);
+}
+
 /* What a warp has learned of other clusters goes on to those that wait for it at a barrier. Early arrivals of the next
  * generation are heard as well: a race may hide behind them, none is made up. */
 void horizon_publish(machine *M, warp *w, u32 *barrier) {

@@ -137,6 +137,13 @@ static u8 *global_bytes(machine *M, warp *w, const insn *i, u64 address, u32 n, 
   return r->host + at;
 }
 
+/* Record one lane's access to shared memory in the detectors. */
+static void shared_access(machine *M, warp *w, cta *c, u32 offset, u32 n, u32 touch, int lane, const insn *i) {
+  if (!(M->flags & (FLAG_RACE | FLAG_PROXY))) return;
+  shadow_lanes(M, w, c, offset, n, touch | (i->aux & AUX_STRONG ? TOUCH_STRONG : 0), lane, i);
+  if (M->flags & FLAG_RACE) shared_order(M, w, c, offset, i);
+}
+
 static u8 *local_bytes(machine *M, warp *w, const insn *i, u64 address, u32 n, int lane) {
   u64 at = address & FULL;
   if (!w->local || at + n > (u64)M->local_bytes) { fail(M, w, i, ERR_LOCAL, lane, address, n); return NULL; }
@@ -167,7 +174,7 @@ EXPORT int sys_ld(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     cta *c = NULL;
     if (space == SPACE_SHARED) {
       p = shared_bytes(M, w, i, at[l], n, l, 0, &c);
-      if (p && M->flags & (FLAG_RACE | FLAG_PROXY)) shadow_lanes(M, w, c, (u32)at[l] & OFFSET_MASK, n, 0, l, i);
+      if (p) shared_access(M, w, c, (u32)at[l] & OFFSET_MASK, n, 0, l, i);
     } else if (space == SPACE_GLOBAL) {
       p = global_bytes(M, w, i, at[l], n, l, 0);
     } else if (space == SPACE_LOCAL) {
@@ -198,7 +205,7 @@ EXPORT int sys_st(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     cta *c = NULL;
     if (space == SPACE_SHARED) {
       p = shared_bytes(M, w, i, at[l], n, l, 1, &c);
-      if (p && M->flags & (FLAG_RACE | FLAG_PROXY)) shadow_lanes(M, w, c, (u32)at[l] & OFFSET_MASK, n, TOUCH_WRITE, l, i);
+      if (p) shared_access(M, w, c, (u32)at[l] & OFFSET_MASK, n, TOUCH_WRITE, l, i);
     } else if (space == SPACE_GLOBAL) {
       int same = 0;
       if (M->flags & FLAG_RACE) {
@@ -263,12 +270,14 @@ EXPORT int sys_atom(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   if (addresses(M, w, i, m, at, &space)) return SYS_ERROR;
   const u32 *rows = M->lists + i->list;
   u32 size = i->size, vec = i->vec;
+  lanes_access(w, m);
   for (u32 rest = m; rest; rest &= rest - 1) {
     int l = first_lane(rest);
     cta *c = NULL;
     u8 *p;
     if (space == SPACE_SHARED) {
       p = shared_bytes(M, w, i, at[l], size * vec, l, 1, &c);
+      if (p) shared_access(M, w, c, (u32)at[l] & OFFSET_MASK, size * vec, TOUCH_WRITE, l, i);
     } else if (space == SPACE_GLOBAL) {
       p = global_bytes(M, w, i, at[l], size * vec, l, 1);
     } else {

@@ -2,12 +2,20 @@
  *
  * Every warp, every ordered asynchronous stream of a warp and every mbarrier is an agent with a logical clock. A vector
  * clock holds, per agent, the latest time known to have happened before; its other parts (CLOCK_*) hold what fences cover of
- * that. Each cell remembers its last write and the last read of every agent. An access conflicts when an
- * earlier access to the same bytes is not covered by the clock of the later one (after Flanagan and Freund, "FastTrack",
- * PLDI 2009). */
+ * that. Each cell remembers its last write, the last read and the last atomic operation of every agent. An access conflicts
+ * when an earlier access to the same bytes is not covered by the clock of the later one (after Flanagan and Freund,
+ * "FastTrack", PLDI 2009). Strong accesses do not conflict with each other (PTX ISA, "data races"). */
 #include "core.h"
 #include <stdlib.h>
 
+static void last_accesses_new(last_accesses *x, i32 cap) {
+  x->cells = calloc((size_t)cap, sizeof *x->cells);
+  x->agents = calloc((size_t)cap, sizeof *x->agents);
+}
+static void last_accesses_free(last_accesses *x) {
+  for (u32 k = 0; k < x->n; k++) free(x->cells[x->agents[k]]);
+  free(x->cells), free(x->agents);
+}
 EXPORT shadow *core_shadow_new(u32 cells, i32 cap) {
   shadow *s = calloc(1, sizeof *s);
   s->cells = cells;
@@ -16,14 +24,13 @@ EXPORT shadow *core_shadow_new(u32 cells, i32 cap) {
   s->w_pc = calloc(cells, sizeof *s->w_pc);
   s->w_bytes = calloc(cells, 1);
   s->w_lane = calloc(cells, 1);
-  s->readers = calloc((size_t)cap, sizeof *s->readers);
-  s->reader_ids = calloc((size_t)cap, sizeof *s->reader_ids);
+  last_accesses_new(&s->readers, cap), last_accesses_new(&s->atomics, cap);
   return s;
 }
 EXPORT void core_shadow_free(shadow *s) {
   if (!s) return;
-  for (u32 k = 0; k < s->n_readers; k++) free(s->readers[s->reader_ids[k]]);
-  free(s->w_agent), free(s->w_clock), free(s->w_pc), free(s->w_bytes), free(s->w_lane), free(s->readers), free(s->reader_ids), free(s);
+  last_accesses_free(&s->readers), last_accesses_free(&s->atomics);
+  free(s->w_agent), free(s->w_clock), free(s->w_pc), free(s->w_bytes), free(s->w_lane), free(s);
 }
 
 void clock_join(i32 *into, const i32 *from, int n) {
@@ -118,8 +125,9 @@ hazard *hazard_report(machine *M, hazard h) {
 }
 
 /* lane: 0 for an asynchronous engine, 1 + the lane of an access by a warp, LANE_SEVERAL where lanes that read together are
- * remembered. A collective instruction is a lane of its own: its accesses are ordered with no lane's. */
-enum { LANE_SEVERAL = LANE_COLLECTIVE + 2 };
+ * remembered, LANE_STRONG for strong reads. A collective instruction is a lane of its own: its accesses are ordered with no
+ * lane's. */
+enum { LANE_SEVERAL = LANE_COLLECTIVE + 2, LANE_STRONG };
 typedef struct actor {
   i32 agent, clock, pc;
   const i32 *vc;
@@ -131,7 +139,7 @@ typedef struct actor {
 
 /* Whether an earlier access of the same warp by another lane has no bar.warp.sync, or anything wider, behind it. */
 static inline int lanes_unordered(const actor *a, i32 other, i32 clock, u32 lane) {
-  if (!a->w || !lane || lane == a->lane) return 0;
+  if (!a->w || !lane || lane == a->lane || lane == LANE_STRONG) return 0;
   return (other == a->w->agent && clock > a->w->synced) || (other == a->w->solo && clock > a->w->solo_synced);
 }
 
@@ -155,12 +163,30 @@ static void conflict(machine *M, cta *c, u32 cell, const actor *a, i32 clock, in
   report(M, c, cell, a, is_known ? HAZARD_TENSOR_FENCE : HAZARD_RACE, tmem, other_write, other_pc, other);
 }
 
-static cell_clock *reader_cells(shadow *s, i32 agent) {
-  if (!s->readers[agent]) {
-    s->readers[agent] = calloc(s->cells, sizeof(cell_clock));
-    s->reader_ids[s->n_readers++] = agent;
+static void remember(last_accesses *x, const shadow *s, u32 cell, u32 bytes, const actor *a, u32 lane) {
+  if (!x->cells[a->agent]) {
+    x->cells[a->agent] = calloc(s->cells, sizeof(cell_clock));
+    x->agents[x->n++] = a->agent;
   }
-  return s->readers[agent];
+  cell_clock *r = &x->cells[a->agent][cell];
+  if (r->clock == a->clock && (r->pc >> 22 & 63) != lane) lane = LANE_SEVERAL;
+  *r = (cell_clock){a->clock, (u32)a->pc | lane << 22 | bytes << 28};
+}
+
+/* Report accesses that this one is not ordered behind. */
+static void compare(machine *M, cta *c, last_accesses *x, u32 cell, u32 bytes, const actor *a, int other_write) {
+  for (u32 k = 0; k < x->n; k++) {
+    i32 other = x->agents[k];
+    cell_clock r = x->cells[other][cell];
+    u32 lane = r.pc >> 22 & 63;
+    if (!(r.pc >> 28 & bytes) || (a->touch & TOUCH_STRONG && lane == LANE_STRONG)) continue;
+    if (M->flags & FLAG_RACE && (!ordered(M, a, other, r.clock) || lanes_unordered(a, other, r.clock, lane))) {
+      conflict(M, c, cell, a, r.clock, other_write, (i32)(r.pc & 0x3fffff), other);
+      x->cells[other][cell].clock = 0;
+    } else if (M->flags & FLAG_PROXY && other_write && a->touch & TOUCH_ASYNC && r.clock > a->vc[M->cap + other]) {
+      report(M, c, cell, a, HAZARD_PROXY, 0, 1, (i32)(r.pc & 0x3fffff), other);
+    }
+  }
 }
 
 enum { BYTES_GENERIC = 16 };
@@ -177,23 +203,18 @@ static inline void touch(machine *M, cta *c, shadow *s, u32 cell, u32 bytes, con
     else if (M->flags & FLAG_PROXY && a->touch & TOUCH_ASYNC && written & BYTES_GENERIC && clock > a->vc[M->cap + other])
       report(M, c, cell, a, HAZARD_PROXY, 0, 1, s->w_pc[cell], other);
   }
+  int is_strong = (a->touch & TOUCH_STRONG) != 0;
+  if (!is_strong) compare(M, c, &s->atomics, cell, bytes, a, 1);
   if (a->touch & TOUCH_CHECK) return;
   if (!(a->touch & TOUCH_WRITE)) {
-    cell_clock *r = &reader_cells(s, a->agent)[cell];
-    u32 lane = r->clock == a->clock && (r->pc >> 22 & 63) != a->lane ? LANE_SEVERAL : a->lane;
-    *r = (cell_clock){a->clock, (u32)a->pc | lane << 22 | bytes << 28};
+    remember(&s->readers, s, cell, bytes, a, is_strong ? LANE_STRONG : a->lane);
     return;
   }
-  if (M->flags & FLAG_RACE)
-    for (u32 k = 0; k < s->n_readers; k++) {
-      i32 other = s->reader_ids[k];
-      cell_clock r = s->readers[other][cell];
-      if (!(r.pc >> 28 & bytes)) continue;
-      if (!ordered(M, a, other, r.clock) || lanes_unordered(a, other, r.clock, r.pc >> 22 & 63)) {
-        conflict(M, c, cell, a, r.clock, 0, (i32)(r.pc & 0x3fffff), other);
-        s->readers[other][cell].clock = 0;
-      }
-    }
+  compare(M, c, &s->readers, cell, bytes, a, 0);
+  if (is_strong) {
+    remember(&s->atomics, s, cell, bytes, a, a->lane);
+    return;
+  }
   if (s->w_agent[cell] == a->agent && s->w_clock[cell] == a->clock) bytes |= written & 15;
   s->w_agent[cell] = a->agent;
   s->w_clock[cell] = a->clock;
