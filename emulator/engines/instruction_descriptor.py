@@ -42,6 +42,7 @@ class Shape:
     a_byte: int = 0  # first byte of A in a scale column
     b_byte: int = 0
     ws: bool = False
+    saturate: bool = False
 
     @property
     def k_bytes(self) -> int:
@@ -70,6 +71,10 @@ class Shape:
         return 128 // self.rows if self.ws or self.ctas == 2 else 1
 
 
+# Formats of D by kind (PTX ISA, "tcgen05 matrix shape"), and bits of the descriptor that have to be zero.
+D_TYPES = {"f16": ("f16", "f32"), "tf32": ("f32",), "i8": ("s32",), "f8f6f4": ("f16", "f32")}
+SATURATE = 1 << 3  # of kind::i8 alone
+RESERVED, RESERVED_SCALED = 1 << 6 | 1 << 23 | 1 << 29, 1 << 6
 ROWS = {1: (64, 128), 2: (128, 256)}  # M by number of CTAs
 WS_SHAPES = (32, 64, 128), (64, 128, 256)  # M and N of .ws
 WITH_MAJOR = ("e4m3", "e5m2", "u8", "s8", "f16", "bf16", "tf32")  # CUTLASS, mma_sm100_desc.hpp, a_major_
@@ -101,6 +106,10 @@ def parse_shape(
 ) -> Shape:
     block_scaled = kind.startswith("mx")
     n, m = (idesc >> 17 & 63) << 3, (idesc >> 24 & 31) << 4
+    saturate = kind == "i8" and bool(idesc & SATURATE)
+    # Bits 30 and 31 are the maximum shift of .ws, which is not emulated; with block scales they have other meanings.
+    if idesc & ((RESERVED_SCALED if block_scaled else RESERVED | 3 << 30) | (0 if kind == "i8" else SATURATE)):
+        raise EmulatorError(f"tcgen05.mma kind::{kind} with reserved bits in its descriptor {idesc:#x}: {where}")
     a_code, b_code = idesc >> 7 & 7, idesc >> 10 & 7
     if idesc & 4:
         raise Unsupported(f"sparse tcgen05.mma: {where}")
@@ -121,8 +130,10 @@ def parse_shape(
         raise Unsupported(f"tcgen05.mma with K = 96 and {what}: {where}")
     half = 1 if tight else HALF_BYTES.get(a_type, 2)
     d_type = "f32" if block_scaled else D_FORMATS.get(idesc >> 4 & 3, "")
-    if not d_type:
-        raise EmulatorError(f"tcgen05.mma with accumulator format 3: {where}")
+    if (not block_scaled and d_type not in D_TYPES[kind]) or (d_type == "f16" and "bf16" in (a_type, b_type)):
+        raise EmulatorError(f"tcgen05.mma kind::{kind} of {a_type} into {d_type or 'accumulator format 3'}: {where}")
+    if kind == "i8" and idesc >> 13 & 3:
+        raise EmulatorError(f"tcgen05.mma kind::i8 with a negated operand: {where}")
     a_mn, b_mn = bool(idesc >> 15 & 1), bool(idesc >> 16 & 1)
     if not supports(kind, m, n, ctas, ws, b_mn and half == 2, long):
         form = f"kind::{kind}{' with .ws' if ws else ''}{', MN-major B' if b_mn else ''}{', K = 96' if long else ''}"
@@ -152,4 +163,5 @@ def parse_shape(
         idesc >> 29 & 3 if block_scaled else 0,
         idesc >> 4 & 3 if block_scaled else 0,
         ws,
+        saturate,
     )

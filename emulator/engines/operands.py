@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..decode.op import Context
-from ..machine.state import Warp
+from ..machine.state import Warp, first_lane, lanes_of
+from ..native.layout import FULL
 
 REDUCTIONS = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5, "inc": 8, "dec": 9}
 
@@ -21,6 +22,13 @@ class Address:
     def of(self, w: Warp, lane: int) -> int:
         value = w.get64(self.row, lane) if self.wide else w.get32(self.row, lane)
         return value + self.offset
+
+    def is_uniform(self, w: Warp, mask: int) -> bool:
+        """Whether the lanes of ``mask`` have the same address."""
+        if self.wide:
+            return len({w.get64(self.row, lane) for lane in lanes_of(mask)}) == 1
+        row = w.row32(self.row)
+        return bool((row == row[first_lane(mask)])[slice(None) if mask == FULL else lanes_of(mask)].all())
 
 
 def address_operand(c: Context, mem) -> Address:

@@ -127,6 +127,7 @@ class Mma:
             where,
         )
         job.check_lanes()
+        job.check_overlap()
         if m.tracked:
             job.track(m, w)
         m.add("matrix flops", 2 * shape.m * shape.n * shape.k)
@@ -183,6 +184,17 @@ class Job:
             raise MemoryFault(
                 f"tcgen05.mma of M = {s.m} with D at lane {d} and A at lane {a} of tensor memory: "
                 f"{'lanes 0 and 16 are' if half else 'lane 0 is'} allowed, the same for both\n  {self.where}"
+            )
+
+    def check_overlap(self) -> None:
+        """The instruction may not read A from columns that it writes."""
+        if not self.op.a_in_tmem:
+            return
+        a, d, n = self.a & 0xFFFF, self.d & 0xFFFF, self.d_columns()
+        if a < d + n and d < a + K_BYTES // 4:
+            raise MemoryFault(
+                f"tcgen05.mma writes D to columns {d}..{d + n - 1} of tensor memory and reads A from columns "
+                f"{a}..{a + K_BYTES // 4 - 1}\n  {self.where}"
             )
 
     # -- detectors
@@ -294,7 +306,10 @@ class Job:
         if s.d_type == "s32":
             product = np.zeros(acc.shape, np.float32)  # exact: sums of 32 products of 8-bit integers stay below 2^24
             m.core.core_gemm(product.ctypes.data, a.ctypes.data, b.ctypes.data, s.rows, s.n, s.k, s.k, s.n, s.n)
-            result = (acc + product.astype(np.int32)).view(np.uint32)
+            total = acc.astype(np.int64) + product.astype(np.int64)
+            result = (
+                (np.clip(total, -(1 << 31), (1 << 31) - 1) if s.saturate else total).astype(np.int32).view(np.uint32)
+            )
         else:
             m.core.core_product(
                 m.address,
@@ -369,6 +384,8 @@ def mma(c: Context, i: Instr) -> Op:
     if ws and (disabled or not isinstance(next(iter(rest), Imm(0)), Imm) or (rest and rest[0].bits)):
         raise Unsupported(f"{i.op} with a zero-column mask")
     scale_input = rest[0].bits if rest and isinstance(rest[0], Imm) else 0
+    if scale_input and (scale_input > 15 or kind not in ("f16", "tf32")):  # PTX ISA, "tcgen05.mma", scale-input-d
+        raise Unsupported(f"{i.op} with scale-input-d {scale_input}")
     return c.python(
         Mma(
             i.pc,

@@ -25,6 +25,7 @@ from ..native.layout import (
 )
 from ..ptx import Imm, Instr
 from .bulk import learn, stream
+from .operands import Address, address_operand
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -124,13 +125,20 @@ class Transfer:
 
     pc: int
     fragment: Fragment
-    base: object
+    base: Address
     rows: list[int]  # register-file rows
 
     def cells(self, m: Machine, w: Warp, mask: int) -> tuple[TensorMemory, np.ndarray, np.ndarray]:
         """Return lanes and columns for each register, after checking that the warp may access them."""
-        address = self.base.of(w, first_lane(mask))  # type: ignore[attr-defined]
+        address = self.base.of(w, first_lane(mask))
         lane, column = address >> 16 & 0xFFFF, address & 0xFFFF
+        # PTX ISA, "tcgen05.ld": all threads of the warp specify the same address.
+        if not self.base.is_uniform(w, mask):
+            raise MemoryFault(f"{w}: lanes give different addresses of tensor memory\n  {m.where(self.pc)}")
+        if lane % 16:
+            raise MemoryFault(
+                f"{w} accesses tensor memory from lane {lane}, not a multiple of 16\n  {m.where(self.pc)}"
+            )
         # PTX ISA, "tcgen05 access restrictions": warp k of a warpgroup reaches lanes 32k .. 32k + 31.
         first, last = 32 * (w.id % 4), lane + int(self.fragment.rows.max())
         if lane < first or last >= first + 32:
@@ -297,8 +305,6 @@ def touched_early(m: Machine, w: Warp) -> None:
 
 @decodes("tcgen05.ld")
 def load(c: Context, i: Instr) -> Op:
-    from .operands import address_operand
-
     args = list(i.args)
     reduction = reduction_of(c, i, c.file.register(args.pop(1))) if "red" in i.parts else None
     split = args[2].bits if len(args) > 2 and isinstance(args[2], Imm) else 0
@@ -357,8 +363,6 @@ class Store(Transfer):
 
 @decodes("tcgen05.st")
 def store(c: Context, i: Instr) -> Op:
-    from .operands import address_operand
-
     split = i.args[1].bits if len(i.args) > 2 and isinstance(i.args[1], Imm) else 0
     f = fragment(i, split)
     rows = [c.src(r, "b32") for r in items(i.args[-1])]

@@ -18,13 +18,14 @@ PYTHON = Path("examples/python/CuTeDSL/cute")
 ATTENTION, GEMM = "blackwell/kernel/attention", "blackwell/kernel"
 NVFP4 = "--a_dtype Float4E2M1FN --b_dtype Float4E2M1FN --sf_dtype Float8E4M3FN --sf_vec_size 16 --c_dtype Float32"
 MXFP8 = "--a_dtype Float8E4M3FN --b_dtype Float8E4M3FN --sf_dtype Float8E8M0FNU --sf_vec_size 32 --c_dtype Float32"
+LONG = "--c_dtype Float32 --sf_dtype"
 EXCHANGE = (
     "Nothing orders the reads of the row-max exchange buffer before the writes for the next tile. In the eager "
     "schedule a warp that runs ahead overwrites it."
 )
-ZEROS = (
+MAXIMA = (
     "No tcgen05.wait::st precedes the barrier between the zeros of the accumulators and the products. Late and random "
-    "schedules give NaN."
+    "schedules give NaN. Nothing orders reads of the column maxima before the atomics for the next tile."
 )
 FREED = "The compute warps free tensor memory that the warps of dQ may still read."
 
@@ -71,13 +72,13 @@ EXAMPLES = (
         "mixed-input decode, int8 K and V",
         f"{ATTENTION}/mixed_input_fmha/mixed_input_fmha_decode.py",
         "--seqlen 512 --heads_q 16 --kv_splits 1 --kv_dtype Int8",
-        hazards=ZEROS,
+        hazards=MAXIMA,
     ),
     Example(
         "mixed-input decode, int4 K and V",
         f"{ATTENTION}/mixed_input_fmha/mixed_input_fmha_decode.py",
         "--seqlen 512 --heads_q 16 --kv_splits 1 --kv_dtype Int4",
-        hazards=ZEROS,
+        hazards=MAXIMA,
     ),
     Example("tutorial fp16_gemm_0", "blackwell/tutorial/tutorial_gemm/fp16_gemm_0.py", "--mnk 256,256,128"),
     Example(
@@ -105,6 +106,18 @@ EXAMPLES = (
         "block-scaled GEMM, nvfp4, pair",
         f"{GEMM}/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
         f"--mnkl 256,256,512,1 --mma_tiler_mn 256,128 --cluster_shape_mn 2,1 {NVFP4}",
+    ),
+    Example(
+        "sm_103 block-scaled GEMM, nvfp4, K = 96",
+        f"{GEMM}/blockscaled_gemm/sm103_dense_blockscaled_gemm_persistent.py",
+        f"--mnkl 128,256,768,1 --mma_tiler_mn 128,256 --cluster_shape_mn 1,1 {LONG} Float8E4M3FN --sf_vec_size 16",
+        arch="sm_103a",
+    ),
+    Example(
+        "sm_103 block-scaled GEMM, mxfp4, K = 96, pair",
+        f"{GEMM}/blockscaled_gemm/sm103_dense_blockscaled_gemm_persistent.py",
+        f"--mnkl 256,256,1536,1 --mma_tiler_mn 256,256 --cluster_shape_mn 2,1 {LONG} Float8E8M0FNU --sf_vec_size 32",
+        arch="sm_103a",
     ),
     Example(
         "blockwise GEMM, fp8", f"{GEMM}/blockwise_gemm/blockwise_gemm.py", "--mnkl 256,256,256,1"

@@ -256,7 +256,23 @@ def test_loads_that_cannot_reduce(target, form):
 
 def test_a_warp_cannot_reach_the_lanes_of_another():
     with pytest.raises(MemoryFault, match="may only access"):
-        run_tmem("", noise(1, LANES, COLUMNS), everyone=transfer("ld", "16x64b", 1, 1, 4, 24, 0))
+        run_tmem("", noise(1, LANES, COLUMNS), everyone=transfer("ld", "16x64b", 1, 1, 4, 32, 0))
+
+
+@pytest.mark.parametrize("direction", ["ld", "st"])
+def test_transfers_start_at_half_of_the_lanes_of_a_warp(direction):
+    moved = "mov.b32 %r32, 0;" + transfer(direction, "16x64b", 1, 1, 4, 8, 0)
+    with pytest.raises(MemoryFault, match="not a multiple of 16"):
+        run_tmem("", noise(1, LANES, COLUMNS), everyone=moved)
+
+
+@pytest.mark.parametrize("direction", ["ld", "st"])
+def test_all_lanes_give_one_address(direction):
+    """PTX ISA, "tcgen05.ld": all threads of the warp specify the same address."""
+    first, _, rest = transfer(direction, "32x32b", 1, 1, 4, 0, 0).partition("\n")
+    own = "mov.b32 %r32, 0; and.b32 %r111, %lane, 1; add.u32 %r110, %r110, %r111;"
+    with pytest.raises(MemoryFault, match="different addresses"):
+        run_tmem("", noise(1, LANES, COLUMNS), everyone=first + own + rest)
 
 
 def test_only_one_thread_issues_a_copy():

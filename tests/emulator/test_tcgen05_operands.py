@@ -84,9 +84,9 @@ class Product:
             place_rows(np.ascontiguousarray(self.a.tensor).view(np.uint32), m, ctas, self.before, AT_A)
         self.value = (self.a.values @ self.b.values.T).astype(np.int32 if kind in INTEGERS else np.float32)
 
-    def instructions(self, onto=False, mask=(), tail="") -> str:
+    def instructions(self, onto=False, mask=(), tail="", flags=0) -> str:
         (kind, code), (_, b_code), result = KINDS[self.kind], KINDS[self.b_kind], 2 if self.kind in INTEGERS else 1
-        idesc = result << 4 | code << 7 | b_code << 10 | N >> 3 << 17 | self.m >> 4 << 24
+        idesc = result << 4 | code << 7 | b_code << 10 | N >> 3 << 17 | self.m >> 4 << 24 | flags
         own_m, own_n = self.m // self.ctas, N // self.ctas
         lanes = ", ".join(f"%r{k}" for k in range(20, 20 + len(mask)))
         out = "".join(f"mov.b32 %r{20 + k}, {word:#x};\n" for k, word in enumerate(mask))
@@ -146,6 +146,19 @@ def test_accumulation_onto_what_tensor_memory_holds(m, ctas):
     place_result(old, ctas, problem.before)
     after = problem.run(problem.instructions(onto=True))
     np.testing.assert_array_equal(after, problem.wanted(old + problem.value))
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+def test_sums_of_integers_that_overflow(saturate):
+    """CUTLASS, mma_sm100_desc.hpp: bit 3 of the instruction descriptor saturates sums of kind::i8."""
+    problem = Product("s8", 128, 1, steps=1)
+    old = np.where(np.arange(N) % 2, 2**31 - 5, 5 - 2**31).astype(np.int32) + np.zeros((128, 1), np.int32)
+    place_result(old, 1, problem.before)
+    after = problem.run(problem.instructions(onto=True, flags=8 * saturate))
+    total = old.astype(np.int64) + problem.value
+    assert (np.abs(total) >= 2**31).any()
+    wanted = np.clip(total, -(2**31), 2**31 - 1) if saturate else total
+    np.testing.assert_array_equal(after, problem.wanted(wanted.astype(np.int32)))
 
 
 @pytest.mark.parametrize("scale", [1, 4, 15])

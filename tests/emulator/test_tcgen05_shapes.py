@@ -147,7 +147,7 @@ def test_weight_stationary_products(m, kind, a_form):
     np.testing.assert_array_equal(run_tmem(text, before, [image]), wanted)
 
 
-def run_refused(kind: str, code: int, group="cta_group::1", a="%d1", pair=False, lanes=(0, 0)) -> None:
+def run_zeros(kind: str, code: int, group="cta_group::1", a="%d1", pair=False, lanes=(0, 0)) -> None:
     text = descriptor("%d1", 0, 128, 256) + descriptor("%d2", 0, 128, 256) + address("%r111", 16, lanes[1])
     text += issue(kind, code, a, lanes[0] << 16, 0, group)
     run_tmem(text, noise(2 if pair else 1, LANES, 256), [np.zeros(8192, np.uint8)] * 2, pair, strict=False, race=False)
@@ -170,21 +170,51 @@ def run_refused(kind: str, code: int, group="cta_group::1", a="%d1", pair=False,
 )
 def test_shapes_that_hardware_lacks(kind, m, n, b_mn, group):
     with pytest.raises(EmulatorError, match=f"M = {m}, N = {n}"):
-        run_refused(kind, idesc(kind, m, n, b_mn=b_mn), group, pair="::2" in group)
+        run_zeros(kind, idesc(kind, m, n, b_mn=b_mn), group, pair="::2" in group)
 
 
 def test_operands_that_have_to_be_k_major():
     with pytest.raises(EmulatorError, match="A of bf16 in tensor memory"):
-        run_refused("bf16", idesc("bf16", 128, 16, a_mn=True), a="[%r111]")
+        run_zeros("bf16", idesc("bf16", 128, 16, a_mn=True), a="[%r111]")
     with pytest.raises(EmulatorError, match="A of e2m1"):
-        run_refused("e4m3", idesc("e4m3", 128, 16, a_mn=True) | 5 << 7)
+        run_zeros("e4m3", idesc("e4m3", 128, 16, a_mn=True) | 5 << 7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("bf16", -1 << 4, "bf16 into f16"),
+        ("e4m3", 1 << 4, "e4m3 into s32"),
+        ("s8", -1 << 4, "s8 into f32"),
+        ("s8", 1 << 13, "negated"),
+        ("s8", 1 << 6, "reserved bits"),
+        ("bf16", 1 << 3, "reserved bits"),
+        ("e4m3", 1 << 23, "reserved bits"),
+        ("f16", 1 << 30, "reserved bits"),
+    ],
+)
+def test_instruction_descriptors_that_hardware_lacks(kind, change, message):
+    with pytest.raises((EmulatorError, Unsupported), match=message):
+        run_zeros(kind, idesc(kind, 128, 16) + change)
+
+
+def test_16_bit_accumulators_of_f16_and_8_bits():
+    """D in float16 is one of the formats of these kinds: nothing is refused."""
+    for kind in ("f16", "e4m3"):
+        run_zeros(kind, idesc(kind, 128, 16) - (1 << 4))
+
+
+def test_operand_a_in_columns_of_d():
+    with pytest.raises(MemoryFault, match=r"columns 0\.\.23 .* columns 16\.\.23"):
+        run_zeros("bf16", idesc("bf16", 128, 24), a="[%r111]")
+    run_zeros("bf16", idesc("bf16", 128, 16), a="[%r111]")
 
 
 @pytest.mark.parametrize(("m", "d", "a"), [(128, 16, 16), (64, 16, 0), (64, 32, 32)])
 def test_lanes_at_which_operands_cannot_start(m, d, a):
     """PTX ISA, "data path layout organization": lane 0, or lane 16 with M = 64, the same for A and D."""
     with pytest.raises(MemoryFault, match=f"D at lane {d} and A at lane {a}"):
-        run_refused("bf16", idesc("bf16", m, 16), a="[%r111]", lanes=(d, a))
+        run_zeros("bf16", idesc("bf16", m, 16), a="[%r111]", lanes=(d, a))
 
 
 def test_64_rows_from_lane_16():
