@@ -88,8 +88,8 @@ def trtllm_batch_context_with_kv_cache(
     e4m3, relative to the largest weight of one key tile, and summed in float32. All other combinations multiply 16-bit
     operands, and an fp8 or NVFP4 cache is dequantized to 16 bits exactly. The result is bitwise equal to the result of
     a 16-bit cache with the same values. fp8 queries over an NVFP4 cache are dequantized to float16 too, so the same
-    holds for them. Their kernels do so themselves, except on Hopper, where each call makes a float16 copy of the
-    queries. Outputs in fp8 saturate at the largest e4m3 value.
+    holds for them. Hopper's kernels do so themselves. On other GPUs each call makes a float16 copy of the queries.
+    Outputs in fp8 saturate at the largest e4m3 value.
 
     The signature and the meaning follow FlashInfer's function of this name, except where the text below says otherwise.
 

@@ -203,8 +203,8 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: Attention) -> tu
             v_scale=a.v_descale,
             batch_offsets_units="tokens",
             o_data_type=_out_dtype(q, a),
+            lse_layout="HN",
         )
-        lse = None if lse is None else lse.transpose(1, 2).contiguous()
     out = out.view(*q.shape[:2], *out.shape[1:])
     return (out if given is None else given if a.out is not None else given.copy_(out)), lse
 
@@ -231,7 +231,7 @@ def ragged(
     """
     batch = starts_q.shape[0] - 1
     if _is_plain(a):
-        out, lse = cudnn_batch_prefill_with_kv_cache(
+        return cudnn_batch_prefill_with_kv_cache(
             q,
             k,
             v,
@@ -252,8 +252,8 @@ def ragged(
             v_scale=a.v_descale,
             batch_offsets_units="tokens",
             o_data_type=_out_dtype(q, a),
+            lse_layout="HN",
         )
-        return out, None if lse is None else lse.view(-1, q.shape[1])[: q.shape[0]].t().contiguous()
     refuse(
         "attention of ragged K and V with a window, a softcap or sinks",
         seqused_k=(lens_k, None),

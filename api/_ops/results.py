@@ -61,7 +61,9 @@ def cudnn_results(
     max_token_per_sequence: int,
     actual_seq_lens_q: torch.Tensor | None,
     batch_offsets_q: torch.Tensor | None,
+    batch_offsets_stats: torch.Tensor | None,
     o_data_type: torch.dtype | None,
+    lse_layout: str,
 ) -> Pair:
     batch = 0
     if actual_seq_lens_q is not None:
@@ -69,7 +71,11 @@ def cudnn_results(
     elif batch_offsets_q is not None:
         batch = batch_offsets_q.numel() - 1
     out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]), dtype=o_data_type or q.dtype)
-    return out, q.new_empty((batch, max_token_per_sequence, q.shape[1]), dtype=torch.float32)
+    tokens, heads, _ = q.shape
+    rows: tuple[Any, ...] = (batch, max_token_per_sequence, heads)
+    if lse_layout == "HN":
+        rows = (batch, heads, max_token_per_sequence) if batch_offsets_stats is None else (heads, tokens)
+    return out, q.new_empty(rows, dtype=torch.float32)
 
 
 def xqa_results(

@@ -205,3 +205,15 @@ def test_a_bound_on_the_device_is_not_read(monkeypatch: pytest.MonkeyPatch, reco
     monkeypatch.setattr(torch.Tensor, "__int__", None)
     call("flash_attn_varlen_func", max_seqlen_q=ints(3), max_seqlen_k=ints(64))
     assert recorded.problems[-1].max_q_len == 6
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+def test_the_log_sum_exp_has_a_column_for_each_token_of_q(options: dict[str, Any], recorded: Any) -> None:
+    """CUDA graphs pad q behind its last request, and a bound on the device is as large as all tokens."""
+    q = tensor(16, HEADS, DIM)
+    for bound in (3, ints(3)):
+        _, lse = call("flash_attn_varlen_func", q=q, max_seqlen_q=bound, return_softmax_lse=True, **options)
+        assert lse.shape == (HEADS, 16)
+        assert lse.is_contiguous()
+        log = recorded.problems[-1].lse
+        assert log is None or log.tensor.untyped_storage().nbytes() == 4 * HEADS * 16

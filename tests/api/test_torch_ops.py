@@ -113,6 +113,8 @@ RESULTS: list[tuple[str, Callable[[], dict[str, Any]]]] = [
     (FMHA, lambda: form(FMHA, "packed")),
     (FMHA, lambda: {**form(FMHA, "separate"), "out_dtype": "bfloat16"}),
     (CUDNN, lambda: form(CUDNN, "ragged")),
+    (CUDNN, lambda: {**form(CUDNN, "paged"), "lse_layout": "HN"}),
+    (CUDNN, lambda: {**form(CUDNN, "ragged"), "lse_layout": "HN", "batch_offsets_stats": ints(0, 3, 3, 8)}),
     (XQA, lambda: form(XQA, "drafts")),
     (XQA, narrower_values),
     (MLA, lambda: form(MLA, "several-tokens")),
