@@ -230,6 +230,7 @@ def flash_attn_varlen_func(
             found = calls.ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_q, max_k, attention)
             return calls.results(*found, returns)
         lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    calls.refuse_softcap(attention)
     output, lse = calls.paged(q, calls.Cache(k, v, block_table, lens), cu_seqlens_q, max_q, attention)
     return calls.results(output, None if lse is None else lse.t().contiguous(), returns)
 
@@ -355,6 +356,7 @@ def flash_attn_with_kvcache(
         return_lse=checks.flag("return_softmax_lse", return_softmax_lse),
         out=out if out is None or cu_seqlens_q is not None else calls.rows("out", out, q.shape[:2]),
     )
+    calls.refuse_softcap(attention)
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

@@ -305,6 +305,11 @@ def _decodes(dims: tuple[int, int], query: torch.dtype, kv: torch.dtype, arch: s
     return features.refuse(samples.decode(dims=dims, query=query, kv=kv), arch) is None
 
 
+def refuse_softcap(a: Attention) -> None:
+    """Refuse a soft cap over a cache, before new tokens are written."""
+    refuse("attention over a paged or contiguous KV cache", softcap=(a.softcap, 0.0))
+
+
 def paged(
     q: torch.Tensor, cache: Cache, starts_q: torch.Tensor | None, max_q: int, a: Attention
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -312,7 +317,6 @@ def paged(
 
     Without ``starts_q`` every request has ``max_q`` queries. Returns the output and the log-sum-exp [tokens, heads].
     """
-    refuse("attention over a paged or contiguous KV cache", softcap=(a.softcap, 0.0))
     k, v, table, lens_k = cache
     batch, most = table.shape[0], table.shape[1] * k.shape[1]
     scales = [scale for scale in (a.q_descale, a.k_descale) if scale is not None]
@@ -399,10 +403,13 @@ def cache(
     if not isinstance(seqlens, torch.Tensor):
         length = checks.host_int("cache_seqlens", seqlens)
         seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    if batch_idx is not None:
+        if table is not None:
+            raise ValueError("cache_batch_idx must be None with a page table")
+        checks.shape("cache_batch_idx", checks.tensor("cache_batch_idx", batch_idx), ("batch", batch))
     if table is None:
         return Cache(*_cache_pages(*caches, batch, batch_idx), seqlens)
-    if batch_idx is not None:
-        raise ValueError("cache_batch_idx must be None with a page table")
+    checks.shape("block_table", checks.tensor("block_table", table), ("batch", batch), ("pages_per_request", None))
     return Cache(*caches, table, seqlens)
 
 

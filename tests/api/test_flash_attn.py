@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hopwell import flash_attn
+from hopwell._entries import flash_attn as calls
 from hopwell.kernels.problem import Family, MaskKind
 
 B, HEADS, KV_HEADS, DIM = 2, 4, 2, 64
@@ -128,6 +129,18 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "cache_seqlens must be given",
     ),
     ("flash_attn_with_kvcache", {"v_cache": tensor(B, 128, KV_HEADS, DIM)}, ValueError, "same first two sizes"),
+    (
+        "flash_attn_with_kvcache",
+        {"cache_batch_idx": ints(0, 1, 1), "cache_seqlens": ints(5, 6, 7)},
+        ValueError,
+        r"cache_batch_idx must have shape \[batch=2\], got \(3,\)",
+    ),
+    (
+        "flash_attn_with_kvcache",
+        {"block_table": ints(0, 1, 1).view(3, 1), "cache_seqlens": ints(5, 6, 7)},
+        ValueError,
+        r"block_table must have shape \[batch=2, pages_per_request\], got \(3, 1\)",
+    ),
 ]
 
 
@@ -205,6 +218,13 @@ def test_a_bound_on_the_device_is_not_read(monkeypatch: pytest.MonkeyPatch, reco
     monkeypatch.setattr(torch.Tensor, "__int__", None)
     call("flash_attn_varlen_func", max_seqlen_q=ints(3), max_seqlen_k=ints(64))
     assert recorded.problems[-1].max_q_len == 6
+
+
+def test_a_refused_call_leaves_the_cache_unchanged(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "append_paged_kv_cache", None)
+    k = tensor(B, 1, KV_HEADS, DIM)
+    with pytest.raises(NotImplementedError, match=r"softcap=0\.0"):
+        call("flash_attn_with_kvcache", k=k, v=k, softcap=2.0)
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
