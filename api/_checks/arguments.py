@@ -17,6 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hopwell.kernels.problem import MAX_KEYS, PageTable, TokenOffsets
 from hopwell.layouts import (
+    TMA_ALIGNMENT,
     element_offsets,
     sequence_lengths,
     shared_page_table,
@@ -29,6 +30,7 @@ FP8 = torch.float8_e4m3fn
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 PREFILL_OUTPUTS = (*SIXTEEN_BIT, FP8)
 INTEGERS = (torch.int32, torch.uint32, torch.int64)
+STORED_BYTES = 8  # at a time, of e4m3 rows that are no multiple of 16 bytes
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -386,8 +388,10 @@ def output(
     """Check and return a preallocated [tokens, heads, dim] output.
 
     Strides are free if no two rows share memory. Kernels store ``at_once`` bytes at a time; with 0 they store with TMA,
-    which must be able to address the output.
+    which must be able to address the output. They store e4m3 rows that are no multiple of 16 bytes by 8 bytes.
     """
+    if of == FP8 and sizes[-1] % TMA_ALIGNMENT:
+        at_once = STORED_BYTES
     checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *zip(("tokens", "heads", "head_dim"), sizes, strict=True))
     dtype(name, checked, (of,))

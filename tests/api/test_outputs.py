@@ -17,6 +17,7 @@ from helpers.calls.valid_calls import (
     FORMS,
     FP8,
     FP16,
+    FUNCTIONS,
     HEADS,
     KV_HEADS,
     KV_TOKENS,
@@ -39,6 +40,29 @@ from hopwell.kernels.launch.arguments import OPERANDS
 
 OUT, OUT_SCALES = OPERANDS.index("out"), OPERANDS.index("out_scales")
 FP4_ARGUMENTS = {"query": data(TOKENS, HEADS, DIM, dtype=FP8), "kv_cache": stacked("HND", FP8)}
+
+
+def with_head_dim(entry: str, dim: int) -> dict[str, Any]:
+    """Return a call without pages, or of the context entry, with this head dim."""
+    query, key = data(TOKENS, HEADS, dim), data(KV_TOKENS, KV_HEADS, dim)
+    if entry == CONTEXT:
+        return form(entry, "stacked-HND") | dict(query=query, kv_cache=stacked("HND", width=dim))
+    if entry == FMHA:
+        return form(entry, "separate") | dict(qkv=(query, key, key))
+    return form(entry, "ragged") | dict(q=query, k_cache=key, v_cache=key, batch_offsets_units="tokens")
+
+
+@pytest.mark.parametrize("entry", [CONTEXT, FMHA, CUDNN])
+def test_an_e4m3_output_of_any_head_dim_may_be_given(entry: str, recorded: Any) -> None:
+    """Its rows need not be multiples of 16 bytes: the outputs that entries allocate are not."""
+    arguments, name = with_head_dim(entry, 40), "o_data_type" if entry == CUDNN else "out_dtype"
+    found = FUNCTIONS[entry](**{**arguments, name: FP8})
+    out = found[0] if isinstance(found, tuple) else found
+    FUNCTIONS[entry](**{**arguments, "out": out})
+    assert recorded.problems[-1].out is out
+    room = data(TOKENS, HEADS, 44, dtype=FP8)[..., :40]
+    with pytest.raises(ValueError, match=r"^out must have 1 as its last stride, .* multiples of 8 bytes"):
+        FUNCTIONS[entry](**{**arguments, "out": room})
 
 
 @pytest.mark.parametrize(("entry", "dim"), [(CONTEXT, DIM), (FMHA, DIM), (CUDNN, 128)])

@@ -44,6 +44,8 @@ def chunked(size: int) -> Mask:
 
 def context_mask(mask: Mask) -> dict[str, Any]:
     """Return the context entry's arguments for a mask without chunks."""
+    if mask.kind is MaskKind.LOCAL:
+        return dict(causal=False, window_left=mask.window_left, window_right=mask.window_right)
     return dict(causal=False) if mask == FULL else dict(window_left=mask.window_left)
 
 

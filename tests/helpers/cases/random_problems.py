@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from helpers.batches.decode import NVFP4, DecodeBatch
 from helpers.batches.fp8 import WHOLE_ERROR, Fp8Batch, Fp8MlaBatch
 from helpers.batches.low_precision import LowPrecisionBatch
 from helpers.batches.mla import MlaBatch, PackedBatch, with_topk
-from helpers.batches.prefill import CAUSAL, FULL, Batch, chunked, context_mask, window
+from helpers.batches.prefill import CAUSAL, FULL, Batch, chunked, context_mask, local, window
 from helpers.calls.entries import cache_forms, context, cudnn, fmha_v2, mla, ragged_offsets, ragged_rows, xqa
 from helpers.cases.decode import draft_bits
 from hopwell.kernels import execute, support
@@ -66,6 +66,11 @@ class Draw:
             return None
         return torch.tensor([self._random.uniform(-4, 8) for _ in range(heads)], device=self.device)
 
+    def powers(self, name: str, heads: int, kv_heads: int) -> torch.Tensor:
+        """Return a power of two for each KV head, as [heads, 1] of its query heads."""
+        self.noted[name] = chosen = [2.0 ** self._random.randint(-4, 2) for _ in range(kv_heads)]
+        return torch.tensor(chosen, device=self.device).repeat_interleave(heads // kv_heads)[:, None]
+
     def common(self) -> dict[str, Any]:
         return dict(device=self.device, seed=self.number, magnitude=self.one("magnitude", (0.0, 0.5, 1.0, 1.0, 3.0)))
 
@@ -78,16 +83,20 @@ def prefill_batch(draw: Draw, kind: type[Batch], dims: tuple[int, int], **option
 
 
 def mask_of(draw: Draw, chunks: bool = False) -> Mask:
-    masks = [CAUSAL, CAUSAL, FULL, window(draw.one("window", (0, 1, 20, 64, 127, 130, 400)))]
+    left, right = draw.one("window", (0, 1, 20, 64, 127, 130, 400)), draw.one("right", (1, 2, 31, 64, 129, 300))
+    masks = [CAUSAL, CAUSAL, FULL, window(left), local(draw.one("left", (-1, left)), right)]
     return draw.one("mask", [*masks, chunked(draw.one("chunk", (1, 16, 32, 64, 128, 256)))] if chunks else masks)
 
 
 def mask_options(mask: Mask) -> dict[str, Any]:
     """Return fmha_v2's arguments for a mask."""
-    modes = {MaskKind.CAUSAL: "causal", MaskKind.FULL: "padding", MaskKind.CHUNKED: "chunked"}
+    modes = dict.fromkeys((MaskKind.FULL, MaskKind.LOCAL), "padding")
+    modes |= {MaskKind.CAUSAL: "causal", MaskKind.CHUNKED: "chunked"}
     options: dict[str, Any] = dict(mask_mode=modes.get(mask.kind, "sliding_window"))
-    if mask.kind is MaskKind.SLIDING_WINDOW:
+    if mask.kind in (MaskKind.SLIDING_WINDOW, MaskKind.LOCAL):
         options["window_left"] = mask.window_left
+    if mask.kind is MaskKind.LOCAL:
+        options["window_right"] = mask.window_right
     if mask.kind is MaskKind.CHUNKED:
         options["chunked_attention_size"] = mask.chunk
     return options
@@ -174,19 +183,29 @@ def decode(draw: Draw) -> None:
     kv_lens = draw.lengths("kv_lens", DECODE_KEYS)
     drafts = [draft_bits("tree", tokens, draw.number + i) for i in range(len(kv_lens))]
     cache, dtype = draw.one("cache", (None, None, E4M3, torch.int8, NVFP4)), draw.one("dtype", (BF16, FP16))
-    dim = draw.one("dim", (64, 128, 256) if cache is NVFP4 else (16, 64, 80, 96, 128, 128, 192, 256, 512))
+    known = support.DECODE_NVFP4_HEAD_DIMS if cache is NVFP4 else support.DECODE_HEAD_DIMS
+    dims = draw.one("dims", [*known, (64, 64), *[(128, 128)] * 3])
+    sizes = dict(head_dim=dims[0], v_head_dim=dims[1], **draw.heads())
     data = DecodeBatch(
-        [tokens] * len(kv_lens), kv_lens, head_dim=dim, dtype=dtype, kv_dtype=cache, drafts=drafts, **draw.heads(),
-        **draw.common(),
-    )  # fmt: skip
+        [tokens] * len(kv_lens), kv_lens, dtype=dtype, kv_dtype=cache, drafts=drafts, **sizes, **draw.common()
+    )
     left = draw.one("window", (-1, -1, 0, 30, 128, 700))
     kind = MaskKind.DRAFT if tokens > 1 else MaskKind.FULL if left < 0 else MaskKind.SLIDING_WINDOW
     mask, sinks = Mask(kind, left), draw.sinks(data.heads)
     problem = data.decode(draw.one("page_size", PAGE_SIZES), mask, order=draw.number)
-    entry = draw.one("entry", ("xqa", "trtllm"))
-    out, lse = xqa(data, problem, tokens, entry, window_left=left, sinks=sinks, return_lse=True)
-    expected = data.expected_decode(mask, sinks=sinks)
-    expected.check(out.flatten(0, -3))
+    entry, options = draw.one("entry", ("xqa", "trtllm")), dict(window_left=left, sinks=sinks)
+    k_scales, v_scales = torch.ones(2, data.heads, 1, device=draw.device)
+    if cache is not None and draw.maybe("scales of heads"):
+        k_scales, v_scales = (draw.powers(name, data.heads, data.kv_heads) for name in ("k_scales", "v_scales"))
+        options["bmm1_scale"], options["bmm2_scale"] = (
+            scales[:: data.heads // data.kv_heads, 0].contiguous() * factor
+            for scales, factor in ((k_scales, data.scale), (v_scales, 1.0))
+        )
+    out, lse = xqa(data, problem, tokens, entry, return_lse=True, **options)
+    scaled = replace(data)  # powers of two are exact
+    scaled.q, scaled.k, scaled.v = (data.q * k_scales).to(dtype), data.k, data.v
+    expected = scaled.expected_decode(mask, sinks=sinks)
+    expected.check((out.flatten(0, -3) / v_scales).to(dtype))
     expected.check_lse(lse.view(-1, data.heads), natural=False)
 
 
