@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=4, help="threads of tests/emulator/test_threads.py")
     parser.addoption("--rounds", type=int, default=1, help="how often each of them makes all calls")
     parser.addoption("--problems", type=int, default=8, help="problems of tests/kernels/test_random_problems.py")
+    parser.addoption("--per-kernel", type=int, default=1, help="problems in a row of one kind that have one kernel")
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls or problems")
     for option, meaning in SETS.items():
         parser.addoption(option, dest="set", action="append_const", const=option, help=meaning)

@@ -1,20 +1,75 @@
-"""Random problems of prefill, decode and MLA, against float64. ``--problems 500 --seed 1000`` runs more and others."""
+"""Random problems of prefill, decode and MLA, against float64. ``--problems 500 --seed 1000`` runs more and others.
+
+On the emulator most of the time goes into compiling. ``--per-kernel 20`` draws 20 problems for each kernel.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from helpers.cases.random_problems import KINDS, Draw
+from helpers.cases.random_problems import (
+    KINDS,
+    Draw,
+    context_call,
+    cudnn_call,
+    fmha_v2_call,
+    fp8_prefill,
+    latent,
+    problem,
+)
+
+from hopwell.kernels import registry
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    first, count = (metafunc.config.getoption(option) for option in ("--seed", "--problems"))
-    metafunc.parametrize("number", range(first, first + count))
+    if "number" in metafunc.fixturenames:
+        first, count = (metafunc.config.getoption(option) for option in ("--seed", "--problems"))
+        metafunc.parametrize("number", range(first, first + count))
 
 
 @pytest.mark.nightly
-def test_random_problems(number: int, device: str) -> None:
-    draw, check = Draw(number, device), KINDS[number % len(KINDS)]
+def test_random_problems(number: int, device: str, pytestconfig: pytest.Config) -> None:
+    draw, check = problem(number, device, pytestconfig.getoption("--per-kernel"))
     try:
         check(draw)
     except Exception as error:
         raise AssertionError(f"{error!r}; drawn: {check.__name__} {draw.noted}") from error
+
+
+class ResolvedError(Exception):
+    """Ends a call when its kernel is known, before anything compiles."""
+
+
+def resolved(number: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Draw]:
+    """Return the config of the kernel that serves a problem, and its draw."""
+    resolve = registry.resolve
+
+    def stop(of: Any, arch: str) -> None:
+        raise ResolvedError(resolve(of, arch))
+
+    draw, check = problem(number, "cpu", per_kernel=4)
+    monkeypatch.setenv("HOPWELL_EMULATE", "sm_100a")
+    monkeypatch.setattr(registry, "resolve", stop)
+    with pytest.raises(ResolvedError) as found:
+        check(draw)
+    monkeypatch.undo()
+    return found.value.args[0], draw
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [context_call, fmha_v2_call, cudnn_call, fp8_prefill, latent])
+def test_kernels_with_tcgen05_have_their_share(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = range(KINDS.index(kind), 4 * 16 * len(KINDS), 4 * len(KINDS))
+    found = [resolved(number, monkeypatch)[0].matrix_instruction for number in numbers]
+    assert 5 <= sum("tcgen05" in instruction for instruction in found) <= 13, found
+
+
+@pytest.mark.nightly
+def test_problems_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel stays, and the rest of the problem changes."""
+    first = KINDS.index(fp8_prefill)
+    found = [resolved(first + i * len(KINDS), monkeypatch) for i in range(5)]
+    assert len({config.name for config, _ in found[:4]}) == 1
+    assert len({str(draw.noted) for _, draw in found[:4]}) == 4
+    assert found[4][0].name != found[0][0].name

@@ -28,23 +28,39 @@ EDGES = (0, 1, 2, 7, 8, 15, 16, 17, 31, 63, 64, 65, 95, 96, 127, 128, 129, 191, 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 16, 24, 32, 64, 64, 96, 128, 256)
 # e4m3 rows of whole 16 bytes, as TMA needs them
 FP8_DIMS = [dims for dims in support.PREFILL_HEAD_DIMS if dims[0] % 16 == 0]
+MLA_HEADS = (1, 5, 16, 17, 64, 65, 66, 80, 96, 127, 128, 128)
 DECODE_KEYS = (0, 1, 3, 16, 63, 64, 65, 127, 128, 129, 255, 257, 511, 513, 1023, 1025, 2049, 4100)
 
 
 @dataclass
 class Draw:
-    """A source of random choices that records them, so that a failure shows its draw."""
+    """A source of random choices that records them, so that a failure shows its draw.
+
+    Draws with equal ``kernel`` and entry run one kernel: only their other choices differ.
+    """
 
     number: int
     device: str
+    kernel: int
     noted: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.number)
+        self._random, self._of_kernel = random.Random(self.number), random.Random(f"kernel {self.kernel}")
 
     def one(self, name: str, choices: Any) -> Any:
         self.noted[name] = chosen = self._random.choice(list(choices))
         return chosen
+
+    def for_kernel(self, name: str, choices: Any) -> Any:
+        """Return a choice that decides which kernel runs."""
+        self.noted[name] = chosen = self._of_kernel.choice(list(choices))
+        return chosen
+
+    def head_dims(self, choices: Any) -> tuple[int, int]:
+        """Return head dims, in half of all cases common ones: an architecture may have more kinds of kernels there."""
+        choices = list(choices)
+        common = [dims for dims in choices if dims in support.COMMON_HEAD_DIMS]
+        return self.for_kernel("dims", common if self.for_kernel("common", (True, False)) else choices)
 
     def maybe(self, name: str, odds: float = 0.5) -> bool:
         self.noted[name] = happens = self._random.random() < odds
@@ -59,7 +75,7 @@ class Draw:
 
     def heads(self) -> dict[str, int]:
         kv_heads = self.one("kv_heads", (1, 2, 3))
-        return dict(heads=kv_heads * self.one("group", (1, 2, 3, 4, 5, 7, 8, 16)), kv_heads=kv_heads)
+        return dict(heads=kv_heads * self.for_kernel("group", (1, 2, 3, 4, 5, 7, 8, 16)), kv_heads=kv_heads)
 
     def sinks(self, heads: int) -> torch.Tensor | None:
         if not self.maybe("sinks", 0.3):
@@ -83,9 +99,13 @@ def prefill_batch(draw: Draw, kind: type[Batch], dims: tuple[int, int], **option
 
 
 def mask_of(draw: Draw, chunks: bool = False) -> Mask:
-    left, right = draw.one("window", (0, 1, 20, 64, 127, 130, 400)), draw.one("right", (1, 2, 31, 64, 129, 300))
-    masks = [CAUSAL, CAUSAL, FULL, window(left), local(draw.one("left", (-1, left)), right)]
-    return draw.one("mask", [*masks, chunked(draw.one("chunk", (1, 16, 32, 64, 128, 256)))] if chunks else masks)
+    left = draw.for_kernel("window", (0, 1, 20, 64, 127, 130, 400))
+    right = draw.for_kernel("right", (1, 2, 31, 64, 129, 300))
+    both = local(draw.for_kernel("left", (-1, left)), right)
+    masks = dict(causal=CAUSAL, full=FULL, window=window(left), local=both)
+    if chunks:
+        masks["chunked"] = chunked(draw.one("chunk", (1, 16, 32, 64, 128, 256)))
+    return masks[draw.for_kernel("mask", ["causal", *masks])]
 
 
 def mask_options(mask: Mask) -> dict[str, Any]:
@@ -104,9 +124,9 @@ def mask_options(mask: Mask) -> dict[str, Any]:
 
 def context_call(draw: Draw) -> None:
     """Draw a call of the context entry in 16 bits over pages."""
-    dims = draw.one("dims", [*TILES, (72, 72), (112, 112), (200, 200)])
-    data = prefill_batch(draw, Batch, dims, dtype=draw.one("dtype", (BF16, FP16)))
-    key, value, table = data.pages(draw.one("page_size", PAGE_SIZES), order=draw.number)
+    dims = draw.head_dims([*TILES, (72, 72), (112, 112), (200, 200)])
+    data = prefill_batch(draw, Batch, dims, dtype=draw.for_kernel("dtype", (BF16, FP16)))
+    key, value, table = data.pages(draw.for_kernel("page_size", PAGE_SIZES), order=draw.number)
     forms = cache_forms(key, value)
     cache, layout = forms[draw.one("form", range(4)) % len(forms)]
     mask, sinks = mask_of(draw), draw.sinks(data.heads)
@@ -118,12 +138,12 @@ def context_call(draw: Draw) -> None:
 
 def fmha_v2_call(draw: Draw) -> None:
     """Draw a 16-bit call with masks and scores of FMHAv2, ragged or paged."""
-    page_size = draw.one("page_size", (0, *PAGE_SIZES))
-    dims = draw.one("dims", [dims for dims in TILES if not page_size or dims[0] == dims[1]])
-    data = prefill_batch(draw, Batch, dims, dtype=draw.one("dtype", (BF16, FP16)))
+    page_size = draw.for_kernel("page_size", (0, *PAGE_SIZES))
+    dims = draw.head_dims(dims for dims in TILES if not page_size or dims[0] == dims[1])
+    data = prefill_batch(draw, Batch, dims, dtype=draw.for_kernel("dtype", (BF16, FP16)))
     mask = mask_of(draw, chunks=True)
-    score, options = draw.one("score", ("plain", "plain", "capped", "alibi")), mask_options(mask)
-    kind = Score.capped(cap := draw.one("cap", (0.5, 20.0))) if score == "capped" else Score()
+    score, options = draw.for_kernel("score", ("plain", "plain", "capped", "alibi")), mask_options(mask)
+    kind = Score.capped(cap := draw.for_kernel("cap", (0.5, 20.0))) if score == "capped" else Score()
     if score == "capped":
         options["logits_soft_cap_scale"] = cap
     if score == "alibi":
@@ -139,9 +159,9 @@ def fmha_v2_call(draw: Draw) -> None:
 
 def cudnn_call(draw: Draw) -> None:
     """Draw a 16-bit call over ragged keys with unowned tokens between requests."""
-    data = prefill_batch(draw, Batch, draw.one("dims", TILES), dtype=draw.one("dtype", (BF16, FP16)))
+    data = prefill_batch(draw, Batch, draw.head_dims(TILES), dtype=draw.for_kernel("dtype", (BF16, FP16)))
     key, value, begins = data.ragged(gap=draw.one("gap", (0, 3)))
-    causal = draw.maybe("causal")
+    causal = draw.for_kernel("causal", (True, False))
     out, lse = cudnn(data, key, value, causal=causal, **ragged_offsets(data, begins))
     expected = data.expected(CAUSAL if causal else FULL)
     expected.check(out)
@@ -150,22 +170,22 @@ def cudnn_call(draw: Draw) -> None:
 
 def fp8_prefill(draw: Draw) -> None:
     """Draw queries, keys and values in e4m3, as problems: no entry supports all of their masks and outputs."""
-    data = prefill_batch(draw, Fp8Batch, draw.one("dims", FP8_DIMS))
+    data = prefill_batch(draw, Fp8Batch, draw.head_dims(FP8_DIMS))
     mask, sinks = mask_of(draw, chunks=True), draw.sinks(data.heads)
-    page_size = draw.one("page_size", (None, *PAGE_SIZES))
-    problem = data.in_fp8(page_size, mask, draw.one("out", (BF16, FP16, E4M3)), sinks=sinks)
+    page_size = draw.for_kernel("page_size", (None, *PAGE_SIZES))
+    problem = data.in_fp8(page_size, mask, draw.for_kernel("out", (BF16, FP16, E4M3)), sinks=sinks)
     # A few rows with flat weights have a larger error than whole tiles.
     data.check_fp8(execute(problem), mask, sinks=sinks, whole_error=1.5 * WHOLE_ERROR)
 
 
 def narrow_cache_prefill(draw: Draw) -> None:
     """Draw a call of the context entry with 16-bit queries over 8-bit and 4-bit caches."""
-    cache = draw.one("cache", (E4M3, NVFP4))
-    dims = draw.one("dims", support.NVFP4_HEAD_DIMS if cache is NVFP4 else FP8_DIMS)
-    types = dict(q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache)
+    cache = draw.for_kernel("cache", (E4M3, NVFP4))
+    dims = draw.head_dims(support.NVFP4_HEAD_DIMS if cache is NVFP4 else FP8_DIMS)
+    types = dict(q_dtype=draw.for_kernel("dtype", (BF16, FP16)), kv_dtype=cache)
     data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
     # Scales of V are interleaved by four tokens.
-    page_size = draw.one("page_size", [n for n in PAGE_SIZES if cache is E4M3 or n % 4 == 0])
+    page_size = draw.for_kernel("page_size", [n for n in PAGE_SIZES if cache is E4M3 or n % 4 == 0])
     mask, sinks = mask_of(draw), draw.sinks(data.heads)
     key, value, table = data.pages(page_size, order=draw.number)
     options = data.options(mask) | dict(sinks=sinks, out_dtype=data.q_dtype)
@@ -179,23 +199,26 @@ def narrow_cache_prefill(draw: Draw) -> None:
 
 def decode(draw: Draw) -> None:
     """Draw decode over caches of all kinds, with drafts, windows and sinks, by either entry."""
-    tokens = draw.one("tokens", (1, 1, 1, 2, 3, 4, 7, 16))
+    tokens = draw.for_kernel("tokens", (1, 1, 1, 2, 3, 4, 7, 16))
     kv_lens = draw.lengths("kv_lens", DECODE_KEYS)
     drafts = [draft_bits("tree", tokens, draw.number + i) for i in range(len(kv_lens))]
-    cache, dtype = draw.one("cache", (None, None, E4M3, torch.int8, NVFP4)), draw.one("dtype", (BF16, FP16))
+    cache, dtype = (
+        draw.for_kernel("cache", (None, None, E4M3, torch.int8, NVFP4)),
+        draw.for_kernel("dtype", (BF16, FP16)),
+    )
     known = support.DECODE_NVFP4_HEAD_DIMS if cache is NVFP4 else support.DECODE_HEAD_DIMS
-    dims = draw.one("dims", [*known, (64, 64), *[(128, 128)] * 3])
+    dims = draw.for_kernel("dims", [*known, (64, 64), *[(128, 128)] * 3])
     sizes = dict(head_dim=dims[0], v_head_dim=dims[1], **draw.heads())
     data = DecodeBatch(
         [tokens] * len(kv_lens), kv_lens, dtype=dtype, kv_dtype=cache, drafts=drafts, **sizes, **draw.common()
     )
-    left = draw.one("window", (-1, -1, 0, 30, 128, 700))
+    left = draw.for_kernel("window", (-1, -1, 0, 30, 128, 700))
     kind = MaskKind.DRAFT if tokens > 1 else MaskKind.FULL if left < 0 else MaskKind.SLIDING_WINDOW
     mask, sinks = Mask(kind, left), draw.sinks(data.heads)
-    problem = data.decode(draw.one("page_size", PAGE_SIZES), mask, order=draw.number)
+    problem = data.decode(draw.for_kernel("page_size", PAGE_SIZES), mask, order=draw.number)
     entry, options = draw.one("entry", ("xqa", "trtllm")), dict(window_left=left, sinks=sinks)
     k_scales, v_scales = torch.ones(2, data.heads, 1, device=draw.device)
-    if cache is not None and draw.maybe("scales of heads"):
+    if cache is not None and draw.for_kernel("scales of heads", (False, True)):
         k_scales, v_scales = (draw.powers(name, data.heads, data.kv_heads) for name in ("k_scales", "v_scales"))
         options["bmm1_scale"], options["bmm2_scale"] = (
             scales[:: data.heads // data.kv_heads, 0].contiguous() * factor
@@ -211,21 +234,23 @@ def decode(draw: Draw) -> None:
 
 def latent(draw: Draw) -> None:
     """Draw MLA, dense and sparse, over caches of all kinds."""
-    cache = draw.one("cache", ("wide", "wide", "e4m3", "e4m3 both", "rows"))
-    tokens, kv_lens = draw.one("tokens", (1, 1, 2, 4)), draw.lengths("kv_lens", DECODE_KEYS)
-    top_k = draw.one("top_k", (0, 0, 64, 132, 1000))
-    dims = (576, 512) if cache == "rows" else draw.one("dims", ((576, 512), (576, 512), (320, 256)))
+    cache = draw.for_kernel("cache", ("wide", "wide", "e4m3", "e4m3 both", "e4m3 both", "rows"))
+    tokens, kv_lens = draw.for_kernel("tokens", (1, 1, 2, 4)), draw.lengths("kv_lens", DECODE_KEYS)
+    top_k = draw.for_kernel("top_k", (0, 0, 64, 132, 1000))
+    dims = (576, 512) if cache == "rows" else draw.for_kernel("dims", ((576, 512), (576, 512), (320, 256)))
     kind = {"e4m3 both": Fp8MlaBatch, "rows": PackedBatch}.get(cache, MlaBatch)
     options: dict[str, Any] = dict(kv_dtype=E4M3) if cache == "e4m3" else {}
-    options |= draw.common() | dict(heads=draw.one("heads", (1, 5, 8, 16, 17, 64, 128)))
+    options |= draw.common() | dict(heads=draw.for_kernel("heads", MLA_HEADS))
     topk = draw.one("topk", ("any", "model", "one", "none"))
     data = with_topk(
         kind, [tokens] * len(kv_lens), kv_lens, top_k, topk, head_dim=dims[0], v_head_dim=dims[1], **options
     )
-    page_size, sinks = draw.one("page_size", PAGE_SIZES), draw.sinks(data.heads)
+    page_size, sinks = draw.for_kernel("page_size", PAGE_SIZES), draw.sinks(data.heads)
     is_packed = isinstance(data, PackedBatch)  # its rows are in pages of order 0
     problem = data.decode(page_size, order=0 if is_packed else draw.number)
     more = dict(kv_cache=data.packed(page_size)) if is_packed else {}
+    if cache == "e4m3 both":
+        more["query"] = problem.query.view(data.size, tokens, data.heads, dims[0])
     out, lse = mla(data, problem, sinks=sinks, return_lse=True, **more)
     expected = data.expected_mla(sinks=sinks)
     expected.check(out.flatten(0, 1))
@@ -242,3 +267,10 @@ KINDS: tuple[Callable[[Draw], None], ...] = (
     decode,
     latent,
 )
+
+
+def problem(number: int, device: str, per_kernel: int = 1) -> tuple[Draw, Callable[[Draw], None]]:
+    """Return the draw of a problem, and the function that makes and checks it. Kinds take turns, and ``per_kernel``
+    problems of a kind in a row have one kernel."""
+    turn, kind = divmod(number, len(KINDS))
+    return Draw(number, device, turn // per_kernel * len(KINDS) + kind), KINDS[kind]
