@@ -7,10 +7,13 @@ with ``-m slow_emulator``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from helpers.batches.fp8 import Fp8Batch, to_e4m3
 from helpers.batches.prefill import CAUSAL, FULL, Batch, chunked, same, window
 from helpers.cases.emulated_prefill import check, page_sizes
 from helpers.covering.configs import covering_blackwell_configs
@@ -19,7 +22,7 @@ from hopwell import emulator
 from hopwell.kernels import execute
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.launch import geometry
-from hopwell.kernels.problem import Mask, MaskKind, PageTable
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable
 from hopwell.kernels.registry import shipped_configs
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from tests.prefill import test_context_entry as context_entry
@@ -58,6 +61,15 @@ def test_prefill(config: PrefillConfig, page_size: int | None, is_adverse: bool)
 Q_LENS, KV_LENS = [257, 0, 128, 65, 3, 129, 1], [385, 3, 256, 0, 129, 127, 128]
 
 
+def count_keys(data: Batch) -> None:
+    """Give a batch equal keys and one-hot values."""
+    for k, v in zip(data.k, data.v, strict=True):
+        k.zero_()
+        v.zero_()
+        index = torch.arange(v.shape[0])
+        v[index, :, index % 128] = 1.0
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     ("mask", "page_size"),
@@ -69,11 +81,7 @@ def test_counts_of_keys_are_those_of_hopper(mask: Mask, page_size: int | None) -
     integers.
     """
     data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
-    for k, v in zip(data.k, data.v, strict=True):
-        k.zero_()
-        v.zero_()
-        index = torch.arange(v.shape[0])
-        v[index, :, index % 128] = 1.0
+    count_keys(data)
     expected, outs, sums = data.expected(mask), [], []
     for arch in ("sm_90a", "sm_100a"):
         lse = data.ragged_lse()
@@ -85,6 +93,42 @@ def test_counts_of_keys_are_those_of_hopper(mask: Mask, page_size: int | None) -
         sums.append(lse.tensor)
     assert torch.equal(*outs)
     assert torch.equal(*sums)
+
+
+def as_problem(data: Batch, **changes: Any) -> AttentionProblem:
+    """Return a batch as a causal problem over pages of 16, in e4m3 if its values are of this type."""
+    if isinstance(data, Fp8Batch):
+        return data.in_fp8(16, CAUSAL, torch.bfloat16, **changes)
+    return data.problem(16, **changes)
+
+
+@pytest.mark.emulator
+def test_counts_of_keys_are_those_of_hopper_in_e4m3() -> None:
+    data = Fp8Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+    count_keys(data)
+    expected, found = data.expected(), []
+    for arch in ("sm_90a", "sm_100a"):
+        lse = data.ragged_lse()
+        with emulator.use(arch):
+            out = execute(as_problem(data, lse=lse))
+        expected.check(out)
+        expected.check_lse(lse.tensor)
+        found.append(torch.cat([out.double(), lse.tensor[..., None]], -1))
+    assert torch.equal(*found)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("kind", "power"), [(Batch, 30), (Fp8Batch, 24)])
+def test_logits_beyond_the_precision_of_float32(kind: type[Batch], power: int) -> None:
+    """Equal keys share the weight, though the product of their logit and the scale is off by many powers of two."""
+    data = kind([70], [300], heads=1, kv_heads=1, device="cpu")
+    data.q.zero_()
+    data.q[:, 0, 0] = 2.0 * torch.arange(8, 16).repeat(9)[:70]
+    data.k[0].fill_(1.0)
+    data.v[0].fill_(1.0)
+    with emulator.use("sm_100a"):
+        out = execute(as_problem(data, softmax_scale=1.01 * 2**power * math.log(2) / 30))
+    assert ((out.double() - 1).abs() <= (2**-4 if kind is Fp8Batch else 0)).all()
 
 
 @pytest.mark.emulator
@@ -101,11 +145,12 @@ def test_a_key_that_is_not_a_number_shows(arch: str, key: int) -> None:
 
 
 @pytest.mark.emulator
-def test_requests_alone_are_what_they_are_in_a_batch() -> None:
-    data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+@pytest.mark.parametrize("kind", [Batch, Fp8Batch])
+def test_requests_alone_are_what_they_are_in_a_batch(kind: type[Batch]) -> None:
+    data = kind(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
     with emulator.use("sm_100a", schedule="random"):
-        together = execute(data.problem(16))
-        alone = [execute(data.request(index).problem(16)) for index in range(data.size)]
+        together = execute(as_problem(data))
+        alone = [execute(as_problem(data.request(index))) for index in range(data.size)]
     assert not together.isnan().any()
     assert torch.equal(together, torch.cat(alone))
 
@@ -128,11 +173,13 @@ def test_work_tiles_follow_each_other_in_a_cta(schedule: str, monkeypatch: pytes
 
 
 @pytest.mark.emulator
-def test_order_of_pages_does_not_matter() -> None:
-    data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
-    key, value, table = data.pages(16, order=1)
+@pytest.mark.parametrize("kind", [Batch, Fp8Batch])
+def test_order_of_pages_does_not_matter(kind: type[Batch]) -> None:
+    data = kind(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+    *pools, table = data.pages(16, order=1)
+    key, value = map(to_e4m3, pools) if kind is Fp8Batch else pools
     with emulator.use("sm_100a", schedule="random"):
-        same(data.problem(16), key=key, value=value, page_table=PageTable(table, table))
+        same(as_problem(data), key=key, value=value, page_table=PageTable(table, table))
 
 
 @pytest.mark.emulator
