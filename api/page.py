@@ -88,8 +88,9 @@ def append_paged_kv_cache(
         v_scale: divisor of values, in the same forms, for ``bmm2_scale``.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8, as a pair or stacked like the cache, with
             head_dim / 16 as the last dimension.
-        v_scale_layout: "linear" for ``xqa_batch_decode_with_kv_cache``, "interleaved" (by four tokens) for
-            ``trtllm_batch_context_with_kv_cache``. hopwell cannot tell the two kinds of cache apart.
+        v_scale_layout: order of V's block scales: "linear", which decode reads, or "interleaved" by four tokens.
+            ``trtllm_batch_context_with_kv_cache`` reads both, see its ``v_scale_layout``. hopwell cannot tell the two
+            kinds of cache apart.
         block_tables: int32, uint32 or int64 [batch, pages_per_request], page ids in place of ``kv_indices`` and
             ``kv_indptr``.
         uses_shared_paged_kv_idx: False for ``block_tables`` [batch, 2, pages_per_request] with ids of K and of V.

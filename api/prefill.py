@@ -24,7 +24,7 @@ __all__ = [
 
 _CONTEXT, _CONTEXT_BY_REQUEST = Calls(CONTEXT_OPERANDS), ContextByRequest()
 _FMHA_V2 = Calls(FMHA_V2_OPERANDS)
-LOG2 = "log2"
+LOG2, INTERLEAVED = "log2", "interleaved"
 ALL_KEYS = -1  # of a side of a window
 
 
@@ -64,6 +64,7 @@ def trtllm_batch_context_with_kv_cache(
     uses_shared_paged_kv_idx: bool = True,
     *,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    v_scale_layout: str = INTERLEAVED,
     causal: bool | torch.Tensor = True,
     window_right: int = ALL_KEYS,
     lse: torch.Tensor | None = None,
@@ -103,7 +104,8 @@ def trtllm_batch_context_with_kv_cache(
             for both; or a pair (K, V) of [pages, *page] tensors with independent strides and V head_dim. ``page`` is
             [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype is query's
             dtype, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). NVFP4 takes a head_dim
-            that is a multiple of 64 and a page_size that is a multiple of 4. num_heads is a multiple of num_kv_heads.
+            that is a multiple of 64, and with interleaved V scales a page_size that is a multiple of 4. num_heads is a
+            multiple of num_kv_heads.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request]. With
             ``uses_shared_paged_kv_idx=False`` [batch_size, 2, pages_per_request] with the ids of the K pages and of the
@@ -139,13 +141,15 @@ def trtllm_batch_context_with_kv_cache(
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
             key per head, which has no value.
         kv_block_scales: float8_e4m3fn, or uint8 with the same bits: one scale for 16 elements of an NVFP4 cache, in the
-            layout of ``kv_cache`` with head_dim / 16 as its last size. FlashInfer's code calls it ``kv_cache_sf``. V
-            scales are interleaved in groups of four tokens (see :class:`hopwell.layouts.VScaleLayout`). The last stride
-            is 1; the others are free multiples of 4 bytes.
+            layout of ``kv_cache`` with head_dim / 16 as its last size. FlashInfer's code calls it ``kv_cache_sf``. The
+            order of V's scales is ``v_scale_layout``. The last stride is 1; the others are free multiples of 4 bytes.
         skip_softmax_threshold_scale_factor: lets kernels skip keys whose weight is below this factor / kv_len; None and
             0 mean exact attention.
         uses_shared_paged_kv_idx: whether K and V share their page ids.
         kv_cache_sf: another name of ``kv_block_scales``; at most one of the two may be given.
+        v_scale_layout: order of the V scales of an NVFP4 cache, see :class:`hopwell.layouts.VScaleLayout`. FlashInfer
+            has "interleaved" by four tokens; decode reads "linear". hopwell cannot tell the two apart. Both give the
+            same bits. Other caches take the default only.
         causal: False lets every row see all keys of its request, or the keys p - window_left..p + window_right. A bool,
             uint8, int32 or int64 tensor [batch_size] on the device selects for each request: nonzero is True. Such a
             call has two launches and takes no window.
@@ -212,6 +216,7 @@ def trtllm_batch_context_with_kv_cache(
         given_scales is None
         and o_sf_scale is None
         and o_sf_vec_size is None
+        and v_scale_layout is INTERLEAVED
         and skip_softmax_threshold_scale_factor is None
         and causal is True
         and window_right is ALL_KEYS
@@ -226,6 +231,7 @@ def trtllm_batch_context_with_kv_cache(
         arguments += (
             kv_block_scales is None,
             kv_cache_sf is None,
+            v_scale_layout,
             o_sf_scale,
             o_sf_vec_size,
             skip_softmax_threshold_scale_factor,

@@ -64,15 +64,9 @@ class LayerCache:
             k_scale=self.scales[0],
             v_scale=self.scales[1],
             kv_cache_sf=self.block_scales,
-            v_scale_layout="interleaved" if batch.uses_context else "linear",
+            v_scale_layout="linear",
             block_tables=batch.block_tables,
         )
-
-    def begin_decode(self):
-        """Bring V's block scales into the order of decode: the entry for prompts has another one."""
-        if self.block_scales is not None:
-            key_scales, value_scales = self.block_scales
-            self.block_scales = key_scales, layouts.deinterleave_v_scales(value_scales, "HND")
 
 
 class PagedBatch:
@@ -104,9 +98,6 @@ class PagedBatch:
 
     def step(self):
         """Go on with one token of each request."""
-        if self.uses_context:
-            for cache in self.caches:
-                cache.begin_decode()
         self.longest = 1
         self.seq_lens += 1
         self.place(torch.ones_like(self.seq_lens), uses_context=False)
@@ -136,6 +127,7 @@ def paged_attention(module, query, key, value, attention_mask, scaling, batch, *
             batch_size=len(batch.seq_lens),
             cum_seq_lens_q=batch.starts,
             cum_seq_lens_kv=batch.starts,
+            v_scale_layout="linear" if batch.kind.is_nvfp4 else "interleaved",  # as decode reads them
         )
     else:
         out = hopwell.trtllm_batch_decode_with_kv_cache(**arguments, max_seq_len=batch.capacity)

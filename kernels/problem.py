@@ -141,11 +141,13 @@ class BlockScales:
     """Scales of blocks of 16 elements of K and of V: e4m3 views [pages, Hkv, page_size, D / 16] with a unit last
     stride.
 
-    V's scales are interleaved by four tokens for prefill, see :mod:`hopwell.layouts.scales`, and linear for decode.
+    V's scales are linear, or interleaved by four tokens, see :mod:`hopwell.layouts.scales`. Prefill reads both orders,
+    decode the linear one.
     """
 
     key: torch.Tensor
     value: torch.Tensor
+    interleaves_v: bool = False
 
 
 @dataclass(frozen=True)

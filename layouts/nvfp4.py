@@ -233,9 +233,9 @@ def quantize_nvfp4_kv_cache(
             [pages, page_size, kv_heads, head_dim] (NHD), any strides, head_dim a multiple of 16.
         value: the same; its head dimension may differ.
         kv_layout: "HND" or "NHD"; the result keeps it.
-        v_scale_layout: "interleaved" for ``trtllm_batch_context_with_kv_cache`` (page_size a multiple of 4 and V's
-            head_dim of 64), "linear" for ``xqa_batch_decode_with_kv_cache``. The result does not show which of them it
-            has.
+        v_scale_layout: "linear", which decode reads, or "interleaved" (page_size a multiple of 4 and V's head_dim of
+            64). ``trtllm_batch_context_with_kv_cache`` reads both, see its ``v_scale_layout``. The tensors do not show
+            which of them they have.
         key_global_scale: as in :func:`quantize_nvfp4`. None computes :func:`nvfp4_global_scale` from all of ``key``, so
             every page must hold finite numbers.
         value_global_scale: the same for ``value``.

@@ -2,10 +2,11 @@
 
 Two layouts have the same shape and dtype and differ only by name:
 
-* *linear*: the scale of token t, block s is at [t, s]. K everywhere, and V in ``xqa_batch_decode_with_kv_cache``.
-* *interleaved*: V in ``trtllm_batch_context_with_kv_cache``. Each (page, head) tile has ``page_size`` tokens by S =
-  head_dim / 16 blocks. The four scales of a block for four consecutive tokens are neighbours: the scale of token t,
-  block s is at row 4 * (t // 4) + s // (S / 4), column (s % (S / 4)) * 4 + t % 4.
+* *linear*: the scale of token t, block s is at [t, s]. K everywhere, and V in the decode functions.
+* *interleaved*: V in ``trtllm_batch_context_with_kv_cache``, unless its ``v_scale_layout`` is "linear". Each
+  (page, head) tile has ``page_size`` tokens by S = head_dim / 16 blocks. The four scales of a block for four
+  consecutive tokens are neighbours: the scale of token t, block s is at row 4 * (t // 4) + s // (S / 4), column
+  (s % (S / 4)) * 4 + t % 4.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ NVFP4_BLOCK = 16  # elements that share a block scale
 class VScaleLayout(enum.Enum):
     """Order of a V cache's block scales inside a page, see the top of this module."""
 
-    LINEAR = "linear"  # xqa_batch_decode_with_kv_cache
-    INTERLEAVED = "interleaved"  # trtllm_batch_context_with_kv_cache
+    LINEAR = "linear"  # decode, and trtllm_batch_context_with_kv_cache on request
+    INTERLEAVED = "interleaved"  # trtllm_batch_context_with_kv_cache by default
 
 
 def block_scale_views(

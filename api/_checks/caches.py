@@ -10,10 +10,11 @@ import torch
 
 from hopwell._checks import arguments as checks
 from hopwell.kernels.problem import BlockScales
-from hopwell.layouts import KVLayout, KVViews, block_scale_views, paged_kv_views
+from hopwell.layouts import KVLayout, KVViews, VScaleLayout, block_scale_views, paged_kv_views
 
 SCALE_TYPES = (checks.FP8, torch.uint8)  # uint8 holds the bits of e4m3 scales
 SCALES_READ = 4  # scales that kernels read at a time
+_V_SCALE_LAYOUTS = tuple(layout.value for layout in VScaleLayout)
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 
 
@@ -98,7 +99,9 @@ def paged_cache(
     return cache
 
 
-def block_scales(name: str, scales: Any, cache: PagedCache, kv_layout: str) -> BlockScales | None:
+def block_scales(
+    name: str, scales: Any, cache: PagedCache, kv_layout: str, *, interleaves_v: bool = False
+) -> BlockScales | None:
     """Check the block scales of ``cache`` and return views. They are required for NVFP4 and refused otherwise."""
     parts = [] if scales is None else pair_or_tensor(name, scales)
     if not cache.is_nvfp4:
@@ -119,7 +122,12 @@ def block_scales(name: str, scales: Any, cache: PagedCache, kv_layout: str) -> B
                 f"{part_name} must begin at a multiple of {SCALES_READ} bytes, and so must all of its rows, got "
                 f"address {part.data_ptr():#x} and strides {part.stride()}"
             )
-    return BlockScales(views.key, views.value)
+    return BlockScales(views.key, views.value, interleaves_v)
+
+
+def interleaves_v(v_scale_layout: Any) -> bool:
+    """Check the order of V's block scales and return whether they are interleaved by four tokens."""
+    return checks.choice("v_scale_layout", v_scale_layout, _V_SCALE_LAYOUTS) == VScaleLayout.INTERLEAVED.value
 
 
 def has_dtype(kv_cache: Any, dtype: torch.dtype) -> bool:

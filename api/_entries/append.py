@@ -11,7 +11,7 @@ from hopwell._calls.launch import Calls
 from hopwell._calls.repeat import CheckedCall, OperandMap
 from hopwell._checks import arguments as checks
 from hopwell._checks import device_data
-from hopwell._checks.caches import KV_LAYOUTS, SCALE_TYPES, pair_or_tensor
+from hopwell._checks.caches import KV_LAYOUTS, SCALE_TYPES, interleaves_v, pair_or_tensor
 from hopwell._checks.features import require_problem
 from hopwell.kernels import support
 from hopwell.kernels.append import device_data as append_data
@@ -19,10 +19,9 @@ from hopwell.kernels.append.config import SMALLEST_SCALE, AppendAddresses, Appen
 from hopwell.kernels.append.plan import AppendPlan, operands
 from hopwell.kernels.launch.arguments import address_of
 from hopwell.kernels.problem import PageTable
-from hopwell.layouts import NVFP4_BLOCK, KVViews, VScaleLayout, block_scale_views, paged_kv_views
+from hopwell.layouts import NVFP4_BLOCK, KVViews, block_scale_views, paged_kv_views
 
 CACHE_TYPES = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
-V_SCALE_LAYOUTS = tuple(layout.value for layout in VScaleLayout)
 INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # page sizes and V's head dims are multiples of these
 
 
@@ -137,7 +136,7 @@ def append_problem(arguments: AppendArguments, by_slot: bool) -> AppendProblem:
         key, value = (rows[: slots.shape[0]] for rows in (key, value))
     arch = support.arch_of(on)
     shared = checks.flag("uses_shared_paged_kv_idx", a.uses_shared_paged_kv_idx)
-    interleaves = checks.choice("v_scale_layout", a.v_scale_layout, V_SCALE_LAYOUTS) == VScaleLayout.INTERLEAVED.value
+    interleaves = interleaves_v(a.v_scale_layout)
     kind, caches = _caches(a.paged_kv_cache, a.kv_layout, key, value, shared, interleaves)
     scales = _block_scales(a.kv_cache_sf, a.kv_layout, caches, kind, shared)
     batch, table, starts = _pages(a, shared, on) if slots is None else (0, None, None)

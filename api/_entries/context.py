@@ -15,6 +15,7 @@ from hopwell._checks import caches, windows
 from hopwell._checks.features import named, require_problem
 from hopwell.kernels import registry, support
 from hopwell.kernels.capability import features
+from hopwell.kernels.elements import INTERLEAVED_TOKENS
 from hopwell.kernels.problem import AttentionProblem, BlockScales, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
@@ -51,6 +52,7 @@ class ContextCall(NamedTuple):
     skip_softmax_threshold_scale_factor: float | None
     uses_shared_paged_kv_idx: bool
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+    v_scale_layout: str
     causal: bool | torch.Tensor
     window_right: int
     lse: torch.Tensor | None
@@ -73,14 +75,17 @@ class _Output:
     scales: OutputScales | None = None
 
 
-def _check_nvfp4(cache: caches.PagedCache, heads: int, kv_layout: str) -> None:
-    for what, size, multiple, hint in (
-        ("a K head_dim", cache.qk_dim, 64, ""),
-        ("a V head_dim", cache.v_dim, 64, ""),
-        ("a page size", cache.page_size, 4, checks.layout_hint(heads, cache.key, caches.other_layout(kv_layout), 4)),
-    ):
-        if size % multiple:
-            raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}{hint}")
+def _check_nvfp4(cache: caches.PagedCache, heads: int, kv_layout: str, interleaves_v: bool) -> None:
+    for what, size in (("a K head_dim", cache.qk_dim), ("a V head_dim", cache.v_dim)):
+        if size % 64:
+            raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of 64, got {size}")
+    if interleaves_v and cache.page_size % INTERLEAVED_TOKENS:
+        other = caches.other_layout(kv_layout)
+        hint = checks.layout_hint(heads, cache.key, other, INTERLEAVED_TOKENS)
+        raise ValueError(
+            "kv_cache as NVFP4 with v_scale_layout='interleaved' must have a page size that is a multiple of "
+            f"{INTERLEAVED_TOKENS}, got {cache.page_size}{hint}"
+        )
 
 
 def _nvfp4_output(query: torch.Tensor, out: Any, sizes: Sequence[int], o_sf_scale: float | None) -> _Output:
@@ -187,10 +192,16 @@ def _kv(call: ContextCall, shared: bool) -> tuple[caches.PagedCache, BlockScales
     """Return K and V, their block scales, and the scales under the caller's name for them."""
     kv_dtypes = (call.query.dtype, checks.FP8, torch.uint8)
     cache = caches.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
+    interleaves_v = caches.interleaves_v(call.v_scale_layout)
     if cache.is_nvfp4:
-        _check_nvfp4(cache, call.query.shape[1], call.kv_layout)
+        _check_nvfp4(cache, call.query.shape[1], call.kv_layout, interleaves_v)
+    elif not interleaves_v:
+        raise ValueError(
+            "v_scale_layout must be 'interleaved', the default, unless kv_cache is NVFP4 (torch.uint8), got "
+            f"{call.v_scale_layout!r} and {cache.key.dtype}"
+        )
     name, given = _block_scales(call.kv_block_scales, call.kv_cache_sf)
-    scales = caches.block_scales(name, given, cache, call.kv_layout)
+    scales = caches.block_scales(name, given, cache, call.kv_layout, interleaves_v=interleaves_v)
     return cache, scales, () if scales is None else ((name, scales.key), (name, scales.value))
 
 

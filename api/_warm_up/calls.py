@@ -7,6 +7,7 @@ choose the kernels, so no rule of that choice is repeated here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -110,9 +111,10 @@ def _cache(layer: Layer, serving: Serving) -> tuple[Pair, Pair | None]:
 
 def _context(layer: Layer, serving: Serving) -> Iterator[Call]:
     cache, scales = _cache(layer, serving)
-    for q_len in PREFILL_TOKENS:
+    orders: dict[str, str] = {"": "interleaved"} | ({} if scales is None else {" with linear scales": "linear"})
+    for q_len, (order, v_scale_layout) in itertools.product(PREFILL_TOKENS, orders.items()):
         yield (
-            f"prefill of {q_len} tokens",
+            f"prefill of {q_len} tokens{order}",
             partial(
                 hopwell.trtllm_batch_context_with_kv_cache,
                 query=serving.empty(q_len, layer.heads, layer.head_dim, dtype=serving.query),
@@ -133,6 +135,7 @@ def _context(layer: Layer, serving: Serving) -> Iterator[Call]:
                 skip_softmax_threshold_scale_factor=1.0 if serving.skip_softmax else None,
                 kv_layout="HND",
                 kv_cache_sf=scales,
+                v_scale_layout=v_scale_layout,
             ),
         )
 
@@ -232,7 +235,7 @@ def _append(layer: Layer, serving: Serving) -> Iterator[Call]:
     if scales is None:
         yield "append", append
         return
-    for layout in ("linear", "interleaved"):  # decode reads linear scales of V, prefill interleaved ones
+    for layout in ("linear", "interleaved"):
         yield f"append with {layout} scales", partial(append, kv_cache_sf=scales, v_scale_layout=layout)
 
 

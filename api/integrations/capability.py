@@ -15,7 +15,7 @@ from hopwell.kernels.masks import MaskKind
 FP8, NVFP4 = torch.float8_e4m3fn, torch.uint8
 DTYPES = (torch.bfloat16, torch.float16)
 DS_MLA_ROW = 656  # bytes of a row of vLLM's fp8_ds_mla
-_APPEND_KINDS = {FP8: CacheType.E4M3, NVFP4: CacheType.NVFP4_INTERLEAVED}
+_APPEND_KINDS = {FP8: CacheType.E4M3, NVFP4: CacheType.NVFP4}
 
 
 def _has(entry: str, problem: Any, arch: str) -> bool:
@@ -35,11 +35,13 @@ def has_prefill(
 ) -> bool:
     """Return whether the context entry has kernels for these calls. They serve batches of every kind.
 
-    ``v_head_size`` is the head dimension of V; None means ``head_size``.
+    V's block scales in an NVFP4 cache are linear. ``v_head_size`` is the head dimension of V; None means ``head_size``.
     """
     given: dict[str, Any] = dict(sinks=samples.SINKS) if sinks else {}
-    dims = (head_size, head_size if v_head_size is None else v_head_size)
-    return _has(support.CONTEXT, samples.prefill(dims=dims, query=query, kv=kv, mask=mask, **given), arch)
+    given |= dict(dims=(head_size, head_size if v_head_size is None else v_head_size), query=query, mask=mask)
+    is_nvfp4 = kv is NVFP4
+    problem = samples.prefill_with_linear_v_scales(**given) if is_nvfp4 else samples.prefill(kv=kv, **given)
+    return _has(support.CONTEXT, problem, arch)
 
 
 @functools.lru_cache(maxsize=256)

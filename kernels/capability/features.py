@@ -212,11 +212,11 @@ _PREFILL_NVFP4_HEAD_DIMS = _PREFILL.row(
     f"with NVFP4 caches: {_joined(NVFP4_HEAD_DIMS)}",
     *_over("dims", NVFP4_HEAD_DIMS, kv=UINT8),
 )
-# The entry refuses other sizes before a problem exists: V's scales are interleaved by four tokens.
+# The entry refuses other sizes with interleaved scales before a problem exists.
 _PREFILL_NVFP4_PAGE_SIZES = _PREFILL.row(
     "nvfp4_page_size",
     "page sizes",
-    "with NVFP4 caches: page size: multiples of 4",
+    "with NVFP4 caches and interleaved V scales: page size: multiples of 4",
     *_over("page_size", (4, 12, 1056), kv=UINT8),
 )
 _DECODE_MULTIPLES = tuple((qk, v) for qk, v in DECODE_HEAD_DIMS if qk == v <= 256)
@@ -252,6 +252,12 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.row("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", dict(kv=FP8)),
             _FP8,
             _PREFILL.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=UINT8)),
+            _Rows(samples.prefill_with_linear_v_scales).row(
+                "linear_v_scales",
+                "data types",
+                "NVFP4 KV cache with linear V scales (`v_scale_layout`)",
+                shown=dict(kv=UINT8, linear_v_scales=True),
+            ),
             _FP8_OUT,
             _PREFILL.row(
                 "nvfp4_out",

@@ -6,6 +6,7 @@ A sample has shapes, strides and dtypes, which are enough to choose a kernel, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,12 +43,12 @@ def _ints(*shape: int) -> torch.Tensor:
     return _empty(*shape, dtype=torch.int32)
 
 
-def _cache(dims: tuple[int, int], kv: torch.dtype, page_size: int) -> dict[str, Any]:
+def _cache(dims: tuple[int, int], kv: torch.dtype, page_size: int, *, interleaves_v: bool = False) -> dict[str, Any]:
     """Return K and V, with block scales if they are NVFP4 (two elements in a byte)."""
     packing = 2 if kv is UINT8 else 1
     key, value = (_empty(PAGES, KV_HEADS, page_size, dim // packing, dtype=kv) for dim in dims)
     scales = [_empty(PAGES, KV_HEADS, page_size, dim // BLOCK, dtype=FP8) for dim in dims]
-    return dict(key=key, value=value, kv_scales=BlockScales(*scales) if kv is UINT8 else None)
+    return dict(key=key, value=value, kv_scales=BlockScales(*scales, interleaves_v) if kv is UINT8 else None)
 
 
 def _problem(query: torch.Tensor, q_len: int, mask: Mask, **fields: Any) -> AttentionProblem:
@@ -101,9 +102,16 @@ def prefill(
         softmax_scale=_empty(1) if tensor_scales else 1.0,
         lse=LogSumExp(_empty(tokens, HEADS), LseLayout.RAGGED, natural=True) if lse else None,
         statistics=_empty(tokens, HEADS, 2) if statistics else None,
-        **_cache(dims, kv or query, page_size),
+        **_cache(dims, kv or query, page_size, interleaves_v=True),
         **fields,
     )
+
+
+def prefill_with_linear_v_scales(**given: Any) -> AttentionProblem:
+    """Return a prefill problem over an NVFP4 cache whose block scales are all linear."""
+    problem = prefill(kv=UINT8, **given)
+    assert problem.kv_scales is not None
+    return replace(problem, kv_scales=replace(problem.kv_scales, interleaves_v=False))
 
 
 def decode(
@@ -226,6 +234,7 @@ _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
     lse=lambda problem, yes: problem.lse is not None,
     statistics=lambda problem, yes: problem.statistics is not None,
     sparse=lambda problem, yes: problem.token_table is not None,
+    linear_v_scales=lambda problem, yes: problem.kv_scales is not None and not problem.kv_scales.interleaves_v,
     kind=lambda problem, kind: problem.kind is kind,
 )
 

@@ -112,6 +112,7 @@ class PrefillConfig(KernelConfig):
     packs_heads: bool = False  # packed GQA: query heads of a KV head share query tiles
     kv_type: KvType = KvType.WIDE
     dequantizes_q: bool = False  # queries are e4m3 and are dequantized to float16 in place
+    linear_v_scales: bool = False  # V's block scales are linear, not interleaved by four tokens
 
     family: ClassVar[Family] = Family.PREFILL
     layout_type: ClassVar[type[OperandLayout]] = PrefillLayout
@@ -274,7 +275,7 @@ class PrefillConfig(KernelConfig):
     @property
     def name(self) -> str:
         details = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
-        details += ["q_e4m3"] * self.dequantizes_q
+        details += ["linear_v_scales"] * self.linear_v_scales + ["q_e4m3"] * self.dequantizes_q
         details += [self.score.value] if self.score is not ScoreKind.SCALED else []
         choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
         return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
@@ -311,6 +312,8 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
         features |= dict(kv_type=kv_type, dequantizes_q=dequantizes_q)
+    if problem.kv_scales is not None:
+        features["linear_v_scales"] = not problem.kv_scales.interleaves_v
     config = kind(
         arch=arch,
         dtype=DTYPES[torch.float16] if dequantizes_q else QUERY_DTYPES[problem.query.dtype],

@@ -286,8 +286,8 @@ def _block_scales(
     """Yield the rules that block scales of read tokens are not NaN."""
     for operand, values, ids in (("key_scales", scales.key, table.key), ("value_scales", scales.value, table.value)):
         read = _read_tokens(p, ids, values.shape[0], queries, keys)
-        if operand == "value_scales" and p.family is Family.PREFILL:
-            # Scales are interleaved by four tokens, and some of the four may not be read.
+        if operand == "value_scales" and scales.interleaves_v:
+            # Some of the four tokens that share rows of scales may not be read.
             interleaved = read.unflatten(1, (-1, INTERLEAVED_TOKENS))
             read = interleaved.all(-1, keepdim=True).expand_as(interleaved).flatten(1)
         numbers = values.view(torch.float8_e4m3fn).float()

@@ -68,6 +68,9 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     (CONTEXT, "stacked-HND", {"lse": torch.empty(HEADS, TOKENS).T}, ValueError, "lse must be contiguous"),
     (CONTEXT, "stacked-HND", {"lse": torch.empty(TOKENS, HEADS).half()}, ValueError, "lse must be torch.float32"),
     (CONTEXT, "stacked-HND", {"kv_cache_sf": torch.zeros(1)}, ValueError, "kv_cache_sf"),
+    (CONTEXT, "stacked-HND", {"v_scale_layout": "linear"}, ValueError, "^v_scale_layout must be 'interleaved', .*bfl"),
+    (CONTEXT, "nvfp4-HND", {"v_scale_layout": "swizzled"}, ValueError, "^v_scale_layout must be one of 'linear', 'int"),
+    (CONTEXT, "nvfp4-HND", {"v_scale_layout": None}, TypeError, "^v_scale_layout must be one of"),
     (CUDNN, "paged", {"q_scale": torch.ones(1)}, ValueError, "q_scale must be None"),
     (CUDNN, "paged", {"v_scale": torch.ones(1)}, ValueError, "v_scale must be None"),
     (CUDNN, "paged", {"o_data_type": "bfloat16"}, TypeError, "o_data_type"),
@@ -117,6 +120,18 @@ def test_scales_have_two_names(recorded: Any) -> None:
     FUNCTIONS[CONTEXT](**arguments, kv_cache_sf=scales)
     for problem in recorded.problems:
         assert problem.kv_scales.key.data_ptr() == scales.data_ptr()
+
+
+def test_orders_of_scales_are_different_calls(recorded: Any) -> None:
+    """A page of two tokens has linear scales only."""
+    for order in ("interleaved", "linear") * 2:
+        call(CONTEXT, "nvfp4-HND", v_scale_layout=order)
+    assert [problem.kv_scales.interleaves_v for problem in recorded.problems] == [True, False]
+    pages = {name: form(CONTEXT, "nvfp4-HND")[name][:, :, :, :2] for name in ("kv_cache", "kv_block_scales")}
+    pages |= dict(seq_lens=torch.tensor([2, 3, 4], dtype=torch.int32))
+    call(CONTEXT, "nvfp4-HND", v_scale_layout="linear", **pages)
+    with pytest.raises(ValueError, match="v_scale_layout='interleaved' must have a page size that is a multiple of 4"):
+        call(CONTEXT, "nvfp4-HND", **pages)
 
 
 @pytest.mark.parametrize("base", ["log2", "ln"])

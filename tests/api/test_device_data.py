@@ -128,6 +128,15 @@ def test_scales_of_a_cache_have_the_name_that_the_caller_used() -> None:
         FUNCTIONS[CONTEXT](**arguments, kv_cache_sf=(torch.zeros_like(scales[:, 1]), scales[:, 0]))
 
 
+def test_linear_scales_of_values_belong_to_one_token_each() -> None:
+    """Token 4 of page 3 is the last of 37. Interleaved, its row holds scales of the tokens behind it as well."""
+    arguments = form(CONTEXT, "nvfp4-NHD")
+    arguments["kv_block_scales"] = changed(arguments["kv_block_scales"], (3, 1, 4, 1, 3), NAN)
+    FUNCTIONS[CONTEXT](**arguments)
+    with pytest.raises(ValueError, match=r"^kv_block_scales.*\[3, 1, 4, 3\] must be a number"):
+        FUNCTIONS[CONTEXT](**arguments, v_scale_layout="linear")
+
+
 @pytest.mark.parametrize("entry", [CONTEXT, XQA, MLA])
 def test_sinks(entry: str) -> None:
     sinks = torch.tensor([0.0, -math.inf, NAN, 1.0])

@@ -41,6 +41,7 @@ CONTEXT = [
     ("skip_softmax_threshold_scale_factor", None),
     ("uses_shared_paged_kv_idx", True),
     ("kv_cache_sf", None),
+    ("v_scale_layout", "interleaved"),
     ("causal", True),
     ("window_right", -1),
     ("lse", None),

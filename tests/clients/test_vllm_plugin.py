@@ -89,7 +89,7 @@ def calls_are_served(head_size: int, cache: str, page_size: int, sinks: torch.Te
     width, slots = 2 * head_size, KV_HEADS
     if dtype is torch.uint8:
         data, scales = caches.nvfp4_bytes(head_size)
-        width, slots = (2 * data + 3 * scales) // 2, 2 * KV_HEADS
+        width, slots = data + scales, 2 * KV_HEADS
     kv_cache = torch.zeros(3, slots, page_size, width, dtype=dtype)
     try:
         views = caches.cache_of(kv_cache, dtype, head_size, KV_HEADS)
@@ -109,7 +109,8 @@ def calls_are_served(head_size: int, cache: str, page_size: int, sinks: torch.Te
             starts,
             out=torch.empty(0, HEADS, head_size, dtype=torch.bfloat16),
             sinks=sinks,
-            kv_block_scales=views.interleaved,
+            kv_block_scales=views.scales,
+            v_scale_layout="interleaved" if views.scales is None else "linear",
         )
     except (ValueError, NotImplementedError, RuntimeError):
         return False

@@ -67,20 +67,17 @@ def test_model(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_scales_of_values_in_the_order_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens appended before and after a cache turns to decode have scales in the linear places."""
+    """Tokens of prompts and of decode steps have scales in the linear places."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     names = runpy.run_path(str(FOLDER / "model.py"))
     tokens = torch.randn(20, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     cache = names["LayerCache"](names["CACHES"]["nvfp4"], 2, 2, 16, 64, "cpu")
-    for first, end, is_prompt in ((0, 18, True), (18, 20, False)):
-        if not is_prompt:
-            cache.begin_decode()
+    for first, end in ((0, 18), (18, 20)):
         batch = SimpleNamespace(
             requests=torch.zeros(end - first, dtype=torch.int32),
             positions=torch.arange(first, end, dtype=torch.int32),
             block_tables=torch.tensor([[1, 0]], dtype=torch.int32),
-            uses_context=is_prompt,
         )
         cache.append(batch, tokens[first:end], tokens[first:end])
     for half, block_scales, scale in zip(cache.data.unbind(1), cache.block_scales, cache.scales, strict=True):

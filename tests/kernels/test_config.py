@@ -71,6 +71,7 @@ class TestShipped:
             packs_heads=True,
             kv_type=KvType.E4M3,
             dequantizes_q=True,
+            linear_v_scales=True,
             uneven_pages=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)

@@ -451,6 +451,12 @@ class TestArguments:
         assert not [line for line in lines if "no kernel for" in line]
         assert names
 
+    def test_both_orders_of_block_scales(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(toolchain, "compile_ahead", lambda configs, jobs: [])
+        names = {name for name in hopwell.warm_up(LLAMA, arch="sm_90a", kv_dtype="nvfp4") if "prefill" in name}
+        linear = {name for name in names if "linear_v_scales" in name}
+        assert {name.replace("_linear_v_scales", "") for name in linear} == names - linear
+
     def test_ranks_share_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """8 ranks have one query head and one KV head each, and no packed prefill kernel."""
         monkeypatch.setattr(toolchain, "compile_ahead", lambda configs, jobs: [])

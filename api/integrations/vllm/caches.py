@@ -17,22 +17,20 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Cache(NamedTuple):
     """K and V of a layer, [blocks, kv_heads, block_size, head_size] each (HND), in any memory order.
 
-    NVFP4 has head_size / 2 bytes in the last dimension, and block scales. V's scales are there twice: the decode entry
-    reads them in linear order, and the context entry in groups of four tokens.
+    NVFP4 has head_size / 2 bytes in the last dimension, and block scales in linear order.
     """
 
     data: Pair
-    linear: Pair | None = None
-    interleaved: Pair | None = None
+    scales: Pair | None = None
 
 
 def nvfp4_bytes(head_size: int) -> tuple[int, int]:
-    """Return the bytes of data, and of one set of block scales, of a head of one token in K or V."""
+    """Return the bytes of data, and of block scales, of a head of one token in K or V."""
     return head_size // 2, head_size // NVFP4_BLOCK
 
 
 def customized(spec: Any) -> Any:
-    """Return vLLM's cache spec with the page size of an NVFP4 cache: K, V and three sets of block scales."""
+    """Return vLLM's cache spec with the page size of an NVFP4 cache: K and V, each with its block scales."""
     if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
         return spec
     if spec.head_size != spec.head_size_v:
@@ -40,8 +38,7 @@ def customized(spec: Any) -> Any:
             f"HOPWELL supports NVFP4 caches with equal head sizes of K and V, got {spec.head_size} and "
             f"{spec.head_size_v}"
         )
-    data, scales = nvfp4_bytes(spec.head_size)
-    return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=(2 * data + 3 * scales) // 2)
+    return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=sum(nvfp4_bytes(spec.head_size)))
 
 
 def cache_of(kv_cache: torch.Tensor, dtype: torch.dtype, head_size: int, kv_heads: int) -> Cache:
@@ -50,7 +47,7 @@ def cache_of(kv_cache: torch.Tensor, dtype: torch.dtype, head_size: int, kv_head
     Args:
         kv_cache: [blocks, kv_heads, block_size, 2 * head_size] with any strides, where the last dimension has K, then
             V. An NVFP4 cache is uint8 [blocks, 2 * kv_heads, block_size, bytes] with dense blocks: K data, K scales, V
-            data, V scales in linear order, and V scales in groups of four tokens, each for all heads.
+            data and V scales, each for all heads.
         dtype: of K and V; uint8 for NVFP4.
         head_size: elements of a head.
         kv_heads: KV heads.
@@ -67,14 +64,13 @@ def cache_of(kv_cache: torch.Tensor, dtype: torch.dtype, head_size: int, kv_head
         raise ValueError(f"the blocks of an NVFP4 cache must be dense, got strides {kv_cache.stride()}")
     data, scales = nvfp4_bytes(head_size)
     start, views = kv_cache.storage_offset(), []
-    for columns in (data, scales, data, scales, scales):
+    for columns in (data, scales, data, scales):
         strides = (size * columns, columns) if head_major else (columns, kv_heads * columns)
         shape = (blocks, kv_heads, size, columns)
         views.append(kv_cache.as_strided(shape, (kv_cache.stride(0), *strides, 1), start))
         start += kv_heads * size * columns
-    key, key_scales, value, linear, interleaved = views
-    first = key_scales.view(FP8)
-    return Cache((key, value), (first, linear.view(FP8)), (first, interleaved.view(FP8)))
+    key, key_scales, value, value_scales = views
+    return Cache((key, value), (key_scales.view(FP8), value_scales.view(FP8)))
 
 
 def stacked(kv_cache: torch.Tensor, dtype: torch.dtype, head_size: int) -> torch.Tensor:
@@ -95,20 +91,6 @@ def write(
         k_scale: divisor of keys.
         v_scale: divisor of values.
     """
-
-    def append(scales: Pair | None, layout: str) -> None:
-        hopwell.append_paged_kv_cache_with_slot_mapping(
-            key,
-            value,
-            slots,
-            cache.data,
-            "HND",
-            k_scale=k_scale,
-            v_scale=v_scale,
-            kv_cache_sf=scales,
-            v_scale_layout=layout,
-        )
-
-    append(cache.linear, "linear")
-    if cache.interleaved is not None:
-        append(cache.interleaved, "interleaved")
+    hopwell.append_paged_kv_cache_with_slot_mapping(
+        key, value, slots, cache.data, "HND", k_scale=k_scale, v_scale=v_scale, kv_cache_sf=cache.scales
+    )

@@ -51,7 +51,7 @@ MLA_CACHE_DTYPES: dict[str, torch.dtype | None] = {
     **{name: dtype for name, dtype in CACHE_DTYPES.items() if dtype is not NVFP4},
     "fp8_ds_mla": torch.uint8,
 }
-NVFP4_TOKENS = 4  # V's scales are in groups of this many tokens, and blocks are multiples of it
+NVFP4_TOKENS = 4  # blocks are multiples of it: V's data, behind K's scales, begin at a multiple of 16 bytes
 
 
 def arch_of(capability: Any = None) -> str | None:

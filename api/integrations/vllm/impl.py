@@ -193,7 +193,7 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
             out=out,
             sinks=self.sinks,
             kv_layout="HND",
-            kv_cache_sf=cache.linear,
+            kv_cache_sf=cache.scales,
             **({} if meta.one_token_each else ragged),
             **others,
         )
@@ -204,6 +204,8 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
         cache = caches.cache_of(kv_cache, self.kv_dtype, self.head_size, self.num_kv_heads)
         self._check_mask(meta)
         call: dict[str, Any] = dict(seq_lens=meta.seq_lens, causal=meta.causal, window_left=self.window_left)
+        if cache.scales is not None:
+            call["v_scale_layout"] = "linear"
         return hopwell.trtllm_batch_context_with_kv_cache(
             query,
             cache.data,
@@ -219,7 +221,7 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
             out=out,
             sinks=self.sinks,
             kv_layout="HND",
-            kv_block_scales=cache.interleaved,
+            kv_block_scales=cache.scales,
             **(call | others),
         )
 

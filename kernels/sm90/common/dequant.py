@@ -324,7 +324,7 @@ class Conversion:
         if kernel.config.kv_element.block:
             scales = (
                 ScaleRows.key(kernel.config, addresses, geometry),
-                ScaleRows.value(kernel.config, addresses, geometry, interleaves=True),
+                ScaleRows.value(kernel.config, addresses, geometry, interleaves=not kernel.config.linear_v_scales),
             )
             table = e2m1.table_words(kernel.dtype, sources[0] + cute.arch.thread_idx()[0] * copy.VECTOR_BYTES)
             return Conversion(

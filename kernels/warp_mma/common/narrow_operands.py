@@ -165,7 +165,8 @@ class Nvfp4Elements(NarrowElements):
     @classmethod
     def create(cls, kernel, addresses, geometry) -> "Nvfp4Elements":
         k_scales = ScaleRows.key(kernel.config, addresses, geometry)
-        v_scales = ScaleRows.value(kernel.config, addresses, geometry, interleaves=True)
+        interleaves = not kernel.config.linear_v_scales
+        v_scales = ScaleRows.value(kernel.config, addresses, geometry, interleaves=interleaves)
         rows = kernel.tile.n // LANES  # of a lane
         return cls(
             kernel,

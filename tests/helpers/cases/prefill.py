@@ -81,6 +81,9 @@ NVFP4_CASES = [
     ((64, 64), 16, window(70), BF16),  # row slices with 2 scales of K, and with 6
     ((192, 128), 32, window(70), FP16),
 ]
+# Cases with linear scales of V. 12 tokens are uneven pages; pages of 6 tokens are uneven and need linear scales.
+LINEAR_CASES = [*NVFP4_CASES, ((64, 64), 6, window(70), BF16), ((128, 128), 1, CAUSAL, FP16)]
+LINEAR_EMULATED = [*(("sm_90a", LINEAR_CASES[i]) for i in (6, 10)), ("sm_120a", LINEAR_CASES[10])]
 NVFP4_EMULATED = [
     *(("sm_90a", NVFP4_CASES[i]) for i in (0, 3, 5, 6, 7, 8)),
     *(("sm_120a", NVFP4_CASES[i]) for i in (0, 3, 5, 9)),

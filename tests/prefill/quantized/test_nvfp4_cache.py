@@ -18,7 +18,7 @@ from helpers.batches.low_precision import (
 )
 from helpers.batches.prefill import CAUSAL, window
 from helpers.calls.entries import context
-from helpers.cases.prefill import NVFP4_CASES, NVFP4_EMULATED
+from helpers.cases.prefill import LINEAR_CASES, LINEAR_EMULATED, NVFP4_CASES, NVFP4_EMULATED
 
 from hopwell import FP4Tensor, layouts
 from hopwell._entries.context import dequantized_query
@@ -42,12 +42,19 @@ def wide(data: LowPrecisionBatch, page_size: int, dtype: torch.dtype) -> tuple[t
     return tuple(layouts.dequantize_nvfp4(*part, dtype=dtype) for part in ((key, k_scales), (value, v_scales)))
 
 
-def check(dims: tuple[int, int], page_size: int, mask: Mask, q_dtype: torch.dtype, device: str) -> None:
+def check(
+    dims: tuple[int, int],
+    page_size: int,
+    mask: Mask,
+    q_dtype: torch.dtype,
+    device: str,
+    v_scale_layout: str = "interleaved",
+) -> None:
     data = batch(dims, device, q_dtype=q_dtype, k_scale=0.5, v_scale=2.0)
     key, value, table = data.pages(page_size)
-    scales = data.block_scales(page_size, "interleaved")
+    scales = dict(kv_block_scales=data.block_scales(page_size, v_scale_layout), v_scale_layout=v_scale_layout)
     given = data.options(mask) | dict(out_dtype=BF16)
-    out = context(data, (key, value), table, kv_block_scales=scales, **given)
+    out = context(data, (key, value), table, **scales, **given)
     reference_data = replace(data)
     reference_data.q = data.q.to(FP16) if q_dtype is E4M3 else data.q
     reference_data.k, reference_data.v = data.k, data.v
@@ -70,6 +77,21 @@ def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
 
     with emulator.use(arch, race=True, proxy=True, strict=True, schedule="random", seed=3):
         check(*case, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
+def test_linear_scales_give_the_bits_of_16_bits(case: tuple) -> None:
+    check(*case, device="cuda", v_scale_layout="linear")
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("arch", "case"), LINEAR_EMULATED, ids=str)
+def test_linear_scales_give_the_bits_of_16_bits_emulated(arch: str, case: tuple) -> None:
+    from hopwell import emulator
+
+    with emulator.use(arch, race=True, proxy=True, strict=True, schedule="random", seed=3):
+        check(*case, device="cpu", v_scale_layout="linear")
 
 
 @pytest.mark.emulator
