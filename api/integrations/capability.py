@@ -45,11 +45,24 @@ def has_prefill(
 
 
 @functools.lru_cache(maxsize=256)
-def has_decode(arch: str, head_size: int, query: torch.dtype, kv: torch.dtype, *, q_len: int = 1) -> bool:
-    """Return whether the decode entry has kernels for these calls. Without them the context entry decodes."""
+def has_decode(
+    arch: str,
+    head_size: int,
+    query: torch.dtype,
+    kv: torch.dtype,
+    *,
+    q_len: int = 1,
+    v_head_size: int | None = None,
+) -> bool:
+    """Return whether the decode entry has kernels for these calls. Without them the context entry decodes.
+
+    ``v_head_size`` is the head dimension of V; None means ``head_size``.
+    """
+    dims = (head_size, head_size if v_head_size is None else v_head_size)
+    if any(dim % 16 for dim in dims):
+        return False
     mask = MaskKind.DRAFT if q_len > 1 else MaskKind.FULL
-    problem = samples.decode(dims=(head_size, head_size), query=query, kv=kv, q_len=q_len, mask=mask)
-    return _has(support.TRTLLM_DECODE, problem, arch) if head_size % 16 == 0 else False
+    return _has(support.TRTLLM_DECODE, samples.decode(dims=dims, query=query, kv=kv, q_len=q_len, mask=mask), arch)
 
 
 @functools.lru_cache(maxsize=256)

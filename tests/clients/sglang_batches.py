@@ -24,16 +24,25 @@ REQUESTS = {
     "mixed": [(23, 9), (40, 1), (5, 5)],
     "decode": [(23, 1), (40, 1), (5, 1)],
     "verify": [(23, DRAFT), (40, DRAFT), (5, DRAFT)],
+    "tree": [(23, DRAFT), (40, DRAFT), (5, DRAFT)],
 }
-MODES = {"mixed": ForwardMode.MIXED, "decode": ForwardMode.DECODE, "verify": ForwardMode.TARGET_VERIFY}
+VERIFIES = ("verify", "tree")
+MODES = {"mixed": ForwardMode.MIXED, "decode": ForwardMode.DECODE} | dict.fromkeys(VERIFIES, ForwardMode.TARGET_VERIFY)
+# The drafts that each draft of a request sees. In a fork, drafts 1 and 2 both follow draft 0.
+CHAIN = torch.ones(DRAFT, DRAFT, dtype=torch.bool).tril()
+FORK = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+TREES = torch.stack([FORK, CHAIN, FORK])
 K_SCALE, V_SCALE = 0.25, 0.5
 
 
 class Pool:
-    """Slots of keys and values of one layer."""
+    """Slots of keys and values of one layer, with head dims ``dims``."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.k, self.v = torch.full((2, PAGES * PAGE, KV_HEADS, HEAD_DIM), float("nan")).to(dtype)
+    def __init__(self, dtype: torch.dtype, dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)) -> None:
+        # One allocation, V behind K.
+        rows = torch.full((PAGES * PAGE * KV_HEADS * sum(dims),), float("nan")).to(dtype)
+        parts = rows.split([PAGES * PAGE * KV_HEADS * dim for dim in dims])
+        self.k, self.v = (part.view(-1, KV_HEADS, dim) for part, dim in zip(parts, dims, strict=True))
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k, self.v
@@ -76,10 +85,22 @@ def table() -> torch.Tensor:
     return slots
 
 
-def runner(monkeypatch: Any, pool: Any, one: RadixAttention, kv_dtype: torch.dtype, **given: Any) -> Any:
+def runner(
+    monkeypatch: Any,
+    pool: Any,
+    one: RadixAttention,
+    kv_dtype: torch.dtype,
+    *,
+    topk: int = 1,
+    algorithm: str = "EAGLE",
+    deterministic: bool = False,
+    **given: Any,
+) -> Any:
     """Return the parts of a ModelRunner that backends read."""
     parallel = types.SimpleNamespace(dcp_enabled=False, attn_cp_size=1)
-    spec = types.SimpleNamespace(speculative_num_draft_tokens=DRAFT, speculative_eagle_topk=1)
+    spec = types.SimpleNamespace(
+        speculative_num_draft_tokens=DRAFT, speculative_eagle_topk=topk, speculative_algorithm=algorithm
+    )
     monkeypatch.setattr(backend, "get_parallel", lambda: parallel)
     monkeypatch.setattr(backend, "get_spec", lambda: spec)
     config: dict[str, Any] = dict(context_len=CONTEXT, is_encoder_decoder=False)
@@ -90,7 +111,7 @@ def runner(monkeypatch: Any, pool: Any, one: RadixAttention, kv_dtype: torch.dty
         page_size=PAGE,
         token_to_kv_pool=pool,
         req_to_token_pool=types.SimpleNamespace(req_to_token=table()),
-        server_args=types.SimpleNamespace(enable_deterministic_inference=False, enable_unified_memory=False),
+        server_args=types.SimpleNamespace(enable_deterministic_inference=deterministic, enable_unified_memory=False),
         model_config=types.SimpleNamespace(**(config | given)),
         model=torch.nn.ModuleList([one]),
     )
@@ -103,11 +124,13 @@ class Batch:
     Attributes:
         kind: of :data:`REQUESTS`.
         table: slots of each request's tokens.
+        dims: head dims of keys and values.
     """
 
     kind: str
     table: torch.Tensor
     seed: int = 0
+    dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
 
     def __post_init__(self) -> None:
         self.requests = REQUESTS[self.kind]
@@ -118,8 +141,8 @@ class Batch:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).bfloat16()
 
-        self.query = random(sum(self.new), HEADS, HEAD_DIM)
-        self.key, self.value = ([random(n, KV_HEADS, HEAD_DIM) for n, _ in self.requests] for _ in range(2))
+        self.query = random(sum(self.new), HEADS, self.dims[0])
+        self.key, self.value = ([random(n, KV_HEADS, dim) for n, _ in self.requests] for dim in self.dims)
         self.slots = [self.table[row, :n].long() for row, (n, _) in zip(self.rows, self.requests, strict=True)]
 
     def tokens(self, of_requests: list[torch.Tensor], new: bool) -> torch.Tensor:
@@ -129,7 +152,7 @@ class Batch:
 
     def forward_batch(self) -> Any:
         """Return the parts of a ForwardBatch that backends read."""
-        verify = self.kind == "verify"
+        verify = self.kind in VERIFIES
         lens = torch.tensor([n - (new if verify else 0) for n, new in self.requests])
         return types.SimpleNamespace(
             forward_mode=MODES[self.kind],
@@ -142,7 +165,11 @@ class Batch:
             extend_seq_lens=torch.tensor(self.new),
             extend_seq_lens_cpu=self.new,
             extend_prefix_lens_cpu=[n - new for n, new in self.requests],
-            spec_info=types.SimpleNamespace(draft_token_num=DRAFT, is_draft_input=lambda: False) if verify else None,
+            spec_info=types.SimpleNamespace(
+                draft_token_num=DRAFT, is_draft_input=lambda: False, custom_mask=TREES.flatten()
+            )
+            if verify
+            else None,
             attn_attend_prefix_cache=None,
             mha_return_lse=None,
         )
@@ -150,11 +177,13 @@ class Batch:
     def expected(self, one: RadixAttention, pool: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Return the output in float64, with keys and values as a cache of the pool's dtype has them."""
         results, first = [], 0
-        for key, value, (n, new) in zip(self.key, self.value, self.requests, strict=True):
+        for key, value, (n, new), tree in zip(self.key, self.value, self.requests, TREES, strict=True):
             key, value = self.stored(key, one.k_scale, pool), self.stored(value, one.v_scale, pool)
             window = one.sliding_window_size
             mask = Mask(MaskKind.CAUSAL if window < 0 else MaskKind.SLIDING_WINDOW, max(window, 0))
             seen = reference.visible(new, n, mask, torch.device("cpu"))
+            if self.kind == "tree":
+                seen[:, n - new :] = tree
             rows = self.query[first : first + new].double()
             score = Score.capped(one.logit_cap)
             results.append(reference.attention(rows, key, value, one.scaling, seen, sinks, score=score)[0])

@@ -22,6 +22,7 @@ pytest.importorskip(
 import torch
 from helpers.oracles import reference
 
+import hopwell
 from hopwell.integrations import sglang as plugin
 from hopwell.integrations.sglang.gqa import HopwellAttnBackend
 from hopwell.integrations.sglang.mla import HopwellMLABackend
@@ -53,6 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, int | str]] = {
     "Llama with a cached prefix": ("Llama", GQA, "hopwell", 4),
     "DeepSeek V2": ("DeepseekV2", DEEPSEEK, "hopwell", 0),
     "Llama in an Engine": ("Llama", GQA, "hopwell", "engine"),
+    "DeepSeek V2 in an Engine": ("DeepseekV2", DEEPSEEK, "hopwell", "engine"),
 }
 
 
@@ -74,12 +76,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window, e4m3 cache, sinks": dict(window=7, cache=FP8, sinks=True),
     "soft cap": dict(cap=5.0),
+    "192/128": dict(dims=(192, 128)),
 }
 CASES = [
     (kind, feature)
     for kind in sglang_batches.REQUESTS
     for feature in FEATURES
-    if kind != "verify" or feature == "plain"
+    if kind not in sglang_batches.VERIFIES or feature == "plain"
 ]
 
 
@@ -87,12 +90,17 @@ CASES = [
 def test_batches(kind: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = FEATURES[feature]
     cache, window = given.get("cache", torch.bfloat16), given.get("window", -1)
-    layer = sglang_batches.layer(window, given.get("cap", 0.0), scales=cache is FP8)
-    pool = (Pool if window < 0 else WindowPool)(cache)
-    runner = sglang_batches.runner(monkeypatch, pool, layer, cache)
-    batch = Batch(kind, runner.req_to_token_pool.req_to_token)
+    dims = given.get("dims", (HEAD_DIM, HEAD_DIM))
+    layer = sglang_batches.layer(
+        window, given.get("cap", 0.0), scales=cache is FP8, head_dim=dims[0], v_head_dim=dims[1]
+    )
+    pool = (Pool if window < 0 else WindowPool)(cache, dims)
+    runner = sglang_batches.runner(monkeypatch, pool, layer, cache, topk=1 + (kind == "tree"))
+    batch = Batch(kind, runner.req_to_token_pool.req_to_token, dims=dims)
     sinks = torch.linspace(-1, 2, HEADS) if given.get("sinks") else None
-    out = run(HopwellAttnBackend(runner), batch, layer, pool, sinks)
+    backend = HopwellAttnBackend(runner)
+    assert backend.decodes
+    out = run(backend, batch, layer, pool, sinks)
     torch.testing.assert_close(out.double(), batch.expected(layer, pool, sinks), atol=0.01, rtol=0.01)
 
 
@@ -110,17 +118,17 @@ def run(backend: Any, batch: Batch, layer: Any, pool: Any, sinks: Any = None, gr
         backend.init_forward_metadata(forward_batch)
     keys, values = batch.tokens(batch.key, True), batch.tokens(batch.value, True)
     padding = 0 if batch.kind != "mixed" else 2
-    query = torch.cat([batch.query, torch.ones(padding, HEADS, HEAD_DIM).bfloat16()]).flatten(1)
+    query = torch.cat([batch.query, torch.ones(padding, HEADS, batch.dims[0]).bfloat16()]).flatten(1)
     more = {} if sinks is None else dict(sinks=sinks)
     out = backend.forward(query, keys, values, layer, forward_batch, **more)
     assert not out[len(batch.query) :].any()
     return out[: len(batch.query)]
 
 
-@pytest.mark.parametrize("kind", ["decode", "verify"])
+@pytest.mark.parametrize("kind", ["decode", "verify", "tree"])
 def test_metadata_of_a_graph_replays_other_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, pool = sglang_batches.layer(), Pool(torch.bfloat16)
-    runner = sglang_batches.runner(monkeypatch, pool, layer, torch.bfloat16)
+    runner = sglang_batches.runner(monkeypatch, pool, layer, torch.bfloat16, topk=1 + (kind == "tree"))
     backend = HopwellAttnBackend(runner)
     backend.init_cuda_graph_state(4, 16)
     table = runner.req_to_token_pool.req_to_token
@@ -129,21 +137,55 @@ def test_metadata_of_a_graph_replays_other_lengths(kind: str, monkeypatch: pytes
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
     addresses = [backend.forward_metadata.seq_lens.data_ptr(), backend.forward_metadata.block_table.data_ptr()]
     batch = Batch(kind, table, seed=1)
+    assert (backend.verify_mask is not None) == (kind == "tree")
+    if kind == "tree":  # as SGLang's draft worker does
+        assert backend.verify_mask.fits(4)
+        backend.verify_mask.buffer[: sglang_batches.TREES.numel()] = sglang_batches.TREES.flatten()
     out = run(backend, batch, layer, pool, graph=True)
     metadata = backend.forward_metadata
     assert addresses == [metadata.seq_lens.data_ptr(), metadata.block_table.data_ptr()]
     torch.testing.assert_close(out.double(), batch.expected(layer, pool), atol=0.01, rtol=0.01)
 
 
+def test_a_tree_that_is_ready_after_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, pool = sglang_batches.layer(), Pool(torch.bfloat16)
+    runner = sglang_batches.runner(monkeypatch, pool, layer, torch.bfloat16, topk=2)
+    backend = HopwellAttnBackend(runner)
+    assert not backend.verify_mask.fits(1)
+    forward_batch = Batch("tree", runner.req_to_token_pool.req_to_token).forward_batch()
+    ready = forward_batch.spec_info.custom_mask
+    forward_batch.spec_info.custom_mask = torch.zeros_like(ready)
+    backend.init_forward_metadata(forward_batch)
+    forward_batch.spec_info.custom_mask = ready
+    backend.update_verify_buffers_to_fill_after_draft(forward_batch.spec_info, None)
+    assert torch.equal(backend.forward_metadata.draft_mask, hopwell.decode.pack_mask(sglang_batches.TREES))
+
+
+def test_trees_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for match, layer, given in (
+        ("trees of drafts .* of NGRAM", {}, dict(algorithm="NGRAM")),
+        ("with deterministic inference", {}, dict(deterministic=True)),
+        ("with sliding windows", dict(window=7), {}),
+        ("with logit_cap", dict(cap=5.0), {}),
+        ("with head dims without decode kernels", dict(head_dim=72), {}),
+    ):
+        one = sglang_batches.layer(**layer)
+        runner = sglang_batches.runner(monkeypatch, Pool(torch.bfloat16), one, torch.bfloat16, topk=2, **given)
+        with pytest.raises(NotImplementedError, match=match):
+            HopwellAttnBackend(runner)
+    with pytest.raises(NotImplementedError, match=r"trees of drafts .* with MLA"):
+        mla(monkeypatch, Pool(torch.bfloat16), topk=2)
+
+
 LATENT, ROPE, NOPE, V_DIM = 512, 64, 128, 128
 
 
-def mla(monkeypatch: pytest.MonkeyPatch, pool: Any) -> tuple[HopwellMLABackend, Any, Any]:
+def mla(monkeypatch: pytest.MonkeyPatch, pool: Any, **given: Any) -> tuple[HopwellMLABackend, Any, Any]:
     """Return the MLA backend, its absorbed layer and its ragged layer."""
     absorbed = sglang_batches.layer(num_kv_heads=1, head_dim=LATENT + ROPE, v_head_dim=LATENT)
     ragged = sglang_batches.layer(num_kv_heads=HEADS, head_dim=NOPE + ROPE, v_head_dim=V_DIM)
     dims = dict(qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, kv_lora_rank=LATENT, v_head_dim=V_DIM)
-    runner = sglang_batches.runner(monkeypatch, pool, absorbed, torch.bfloat16, **dims)
+    runner = sglang_batches.runner(monkeypatch, pool, absorbed, torch.bfloat16, **dims, **given)
     return HopwellMLABackend(runner), absorbed, ragged
 
 

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import TreeMaskMode, VerifyMask
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
 
+import hopwell
 from hopwell.integrations.capability import DTYPES, FP8
 from hopwell.kernels import support
 
 NAME = "hopwell's attention backend for SGLang"
+TREES = "trees of drafts (speculative_eagle_topk > 1)"
 
 
 @dataclass
@@ -33,6 +36,8 @@ class Batch:
         tokens: the new tokens of all requests; queries may have more rows.
         new_keys: keys of each request that SGLang's lengths do not count.
         uniform: whether all requests have ``max_q_len`` new tokens.
+        draft_mask: uint16 [requests, max_q_len, words], the new tokens that each new token of a tree of drafts sees, as
+            the decode entry takes it; None for a causal mask.
     """
 
     seq_lens: torch.Tensor
@@ -46,6 +51,7 @@ class Batch:
     tokens: int
     new_keys: int
     uniform: bool
+    draft_mask: torch.Tensor | None
 
     @property
     def num_requests(self) -> int:
@@ -70,6 +76,8 @@ class HopwellBackend(AttentionBackend):
         self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
         self.window_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         self.draft_tokens = get_spec().speculative_num_draft_tokens or 0
+        self.has_trees = (get_spec().speculative_eagle_topk or 0) > 1
+        self._verify_mask = self._empty_verify_mask(0)
         self.deterministic = bool(runner.server_args.enable_deterministic_inference)
         self.layers = [one for one in runner.model.modules() if isinstance(one, RadixAttention)]
         self.arch = support.arch_of(self.device)
@@ -93,7 +101,7 @@ class HopwellBackend(AttentionBackend):
         for what, given in (
             ("decode context parallelism", parallel.dcp_enabled),
             ("context parallelism of attention", parallel.attn_cp_size > 1),
-            ("trees of drafts (speculative_eagle_topk > 1)", (get_spec().speculative_eagle_topk or 0) > 1),
+            (f"{TREES} of NGRAM", self.has_trees and (get_spec().speculative_algorithm or "").upper() == "NGRAM"),
             ("unified memory", runner.server_args.enable_unified_memory),
             ("encoder-decoder models", runner.model_config.is_encoder_decoder),
         ):
@@ -116,6 +124,8 @@ class HopwellBackend(AttentionBackend):
         """Compute the metadata of a batch outside CUDA graphs."""
         batch = self._allocated(forward_batch)
         self._fill(batch, forward_batch)
+        if batch.draft_mask is not None:
+            self._fill_draft_mask(batch, forward_batch.spec_info.custom_mask)
         self.forward_metadata = batch
 
     def _allocated(self, forward_batch: Any) -> Batch:
@@ -133,7 +143,8 @@ class HopwellBackend(AttentionBackend):
             q_len, tokens, uniform = max(new), sum(new), False
             longest = self.max_kv_len if cached is None else max(map(sum, zip(new, cached, strict=True)))
         slots = 0 if forward_batch.out_cache_loc is None else forward_batch.out_cache_loc.shape[0]
-        batch = self._empty(requests, -(-max(longest, 1) // self.page_size), slots)
+        draft_tokens = q_len if self.has_trees and mode.is_target_verify() else 0
+        batch = self._empty(requests, -(-max(longest, 1) // self.page_size), slots, draft_tokens)
         batch.max_q_len, batch.max_kv_len, batch.tokens = q_len, max(longest, 1), tokens
         batch.new_keys, batch.uniform = new_keys, uniform
         if uniform:
@@ -153,7 +164,9 @@ class HopwellBackend(AttentionBackend):
             raise NotImplementedError(f"{NAME} does not support drafts of different lengths (ragged verify)")
         return spec.draft_token_num, spec.draft_token_num
 
-    def _empty(self, requests: int, pages: int, slots: int) -> Batch:
+    def _empty(self, requests: int, pages: int, slots: int, draft_tokens: int) -> Batch:
+        """Return metadata of zeros, with a mask for ``draft_tokens`` of each request if there are any."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -170,7 +183,17 @@ class HopwellBackend(AttentionBackend):
             tokens=requests,
             new_keys=0,
             uniform=True,
+            draft_mask=_causal_mask(draft_tokens, self.device).repeat(requests, 1, 1) if draft_tokens else None,
         )
+
+    def _fill_draft_mask(self, batch: Batch, tree: torch.Tensor) -> None:
+        """Pack SGLang's mask of a tree of drafts: bool [requests or more, tokens, tokens], flat.
+
+        Padded requests of a batch have no part in it.
+        """
+        assert batch.draft_mask is not None
+        visible = tree.view(-1, batch.max_q_len, batch.max_q_len)[: batch.num_requests]
+        batch.draft_mask[: len(visible)].copy_(hopwell.decode.pack_mask(visible))
 
     def _fill(self, batch: Batch, forward_batch: Any) -> None:
         """Compute the tensors of the metadata on the device. A CUDA graph can record it."""
@@ -196,8 +219,26 @@ class HopwellBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the metadata of all graphs, for up to ``max_bs`` requests and ``max_num_tokens`` new tokens."""
-        self._graph_buffers = self._empty(max_bs, self.page_starts.shape[1], max_num_tokens)
+        trees = self.draft_tokens if self.has_trees else 0
+        self._graph_buffers = self._empty(max_bs, self.page_starts.shape[1], max_num_tokens, trees)
         self._graph_batches = {}
+        self._verify_mask = self._empty_verify_mask(max_bs)
+
+    def _empty_verify_mask(self, max_bs: int) -> VerifyMask | None:
+        """Return the memory that SGLang writes the trees of up to ``max_bs`` requests into, without their prefixes.
+
+        SGLang allocates for batches with more requests, which no graph replays.
+        """
+        if not self.has_trees:
+            return None
+        shape = max_bs * self.draft_tokens * self.draft_tokens
+        buffer = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """The memory that SGLang writes trees of drafts into, or None without trees."""
+        return self._verify_mask
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Select the metadata of the graph that is captured or replayed."""
@@ -215,6 +256,7 @@ class HopwellBackend(AttentionBackend):
         if every is None:
             raise RuntimeError("init_cuda_graph_state must run before a capture")
         tokens = requests * q_len
+        mask = every.draft_mask if new_keys else None
         return Batch(
             seq_lens=every.seq_lens[:requests],
             starts=torch.arange(0, tokens + 1, q_len, dtype=torch.int32, device=self.device),
@@ -227,18 +269,25 @@ class HopwellBackend(AttentionBackend):
             tokens=tokens,
             new_keys=new_keys,
             uniform=True,
+            draft_mask=None if mask is None else mask[:requests],
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Compute the metadata inside the graph."""
-        self._fill(self._batch(), forward_batch)
+        batch = self._batch()
+        self._fill(batch, forward_batch)
+        if batch.draft_mask is not None and self._verify_mask is not None:
+            self._fill_draft_mask(batch, self._verify_mask.buffer)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the keys of padded requests."""
         return 1
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Do nothing: no metadata depends on the drafts."""
+        """Pack the mask of a tree again. A graph does so itself."""
+        batch = self._batch()
+        if batch.draft_mask is not None and cuda_graph_bs is None:
+            self._fill_draft_mask(batch, spec_info.custom_mask)
 
     def _batch(self) -> Batch:
         if self.forward_metadata is None:
@@ -249,3 +298,8 @@ class HopwellBackend(AttentionBackend):
         given = [name for name, value in keywords.items() if value is not None and value is not False]
         if given:
             raise NotImplementedError(f"{NAME} does not support the keywords {', '.join(given)} of a layer")
+
+
+def _causal_mask(tokens: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of a chain of drafts, uint16 [1, tokens, words]."""
+    return hopwell.decode.pack_mask(torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril())

@@ -13,14 +13,14 @@ import hopwell
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.integrations import capability
 from hopwell.integrations.capability import FP8
-from hopwell.integrations.sglang.backend import NAME, Batch, HopwellBackend
+from hopwell.integrations.sglang.backend import NAME, TREES, Batch, HopwellBackend
 from hopwell.kernels.masks import MaskKind
 
 
 class HopwellAttnBackend(HopwellBackend):
     """Attention over pages of K and V.
 
-    * Decodes and the verification of drafts go to ``trtllm_batch_decode_with_kv_cache``.
+    * Decodes and the verification of drafts, chains and trees, go to ``trtllm_batch_decode_with_kv_cache``.
     * All other batches go to ``trtllm_batch_context_with_kv_cache``, and under deterministic inference decodes too.
     * Layers with a soft cap use ``trtllm_fmha_v2_prefill`` for all batches.
     """
@@ -33,11 +33,14 @@ class HopwellAttnBackend(HopwellBackend):
         lens = {1, self.draft_tokens or 1}
         # The context entry and the decode entry round differently. Deterministic inference takes one for all batches.
         self.decodes = not self.deterministic and all(
-            capability.has_decode(self.arch, layer.head_dim, self.dtype, self.kv_dtype, q_len=n)
-            and layer.v_head_dim == layer.head_dim
+            capability.has_decode(
+                self.arch, layer.head_dim, self.dtype, self.kv_dtype, q_len=n, v_head_size=layer.v_head_dim
+            )
             for layer in self.layers
             for n in lens
         )
+        if self.has_trees:
+            self._check_trees()
         size = 0
         if self.decodes:
             size = max(
@@ -45,7 +48,7 @@ class HopwellAttnBackend(HopwellBackend):
                     xqa_workspace_bytes(
                         layer.tp_q_head_num,
                         layer.tp_k_head_num,
-                        layer.head_dim,
+                        layer.v_head_dim,
                         self.max_kv_len,
                         max(lens),
                         self.device,
@@ -75,6 +78,18 @@ class HopwellAttnBackend(HopwellBackend):
                 f"v_head_dim={layer.v_head_dim}, dtype={self.dtype}, kv_cache_dtype={self.kv_dtype}, "
                 f"sliding_window_size={layer.sliding_window_size}, logit_cap={layer.logit_cap}"
             )
+
+    def _check_trees(self) -> None:
+        """Refuse trees of drafts where a batch does not go to the decode entry, which alone has their masks."""
+        for what, given in (
+            ("deterministic inference", self.deterministic),
+            ("head dims without decode kernels", not self.decodes),
+            ("logit_cap", any(layer.logit_cap > 0 for layer in self.layers)),
+            # A window counts keys. The keys of a tree lie at the positions of other branches, too.
+            ("sliding windows", any(layer.sliding_window_size >= 0 for layer in self.layers)),
+        ):
+            if given:
+                raise NotImplementedError(f"{NAME} does not support {TREES} with {what}")
 
     def forward_extend(
         self,
@@ -168,6 +183,7 @@ class HopwellAttnBackend(HopwellBackend):
             sinks=sinks,
             kv_layout="NHD",
             q_len_per_req=batch.max_q_len,
+            mask=batch.draft_mask,
         )
 
     def _context(self, q: torch.Tensor, cache: Any, batch: Batch, layer: Any, out: torch.Tensor, sinks: Any) -> None:

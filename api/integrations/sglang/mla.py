@@ -12,7 +12,7 @@ from sglang.srt.models.deepseek_common import attention_backend_handler as metho
 
 import hopwell
 from hopwell.integrations import capability
-from hopwell.integrations.sglang.backend import NAME, HopwellBackend
+from hopwell.integrations.sglang.backend import NAME, TREES, HopwellBackend
 from hopwell.mla import mla_workspace_bytes
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -59,6 +59,8 @@ class HopwellMLABackend(HopwellBackend):
             ):
                 if given:
                     raise NotImplementedError(f"{NAME} does not support {what} with MLA")
+        if self.has_trees:
+            raise NotImplementedError(f"{NAME} does not support {TREES} with MLA")
         if any(getattr(module, "learnable_sink_param", None) is not None for module in runner.model.modules()):
             raise NotImplementedError(f"{NAME} does not support attention sinks with MLA")
 
