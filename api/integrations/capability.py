@@ -100,3 +100,13 @@ def has_mla_decode(
 def has_ragged_prefill(arch: str, qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
     """Return whether the cuDNN entry has kernels for ragged K and V of these head dims."""
     return _has(support.CUDNN, samples.prefill(dims=(qk_dim, v_dim), query=dtype, lse=True), arch)
+
+
+def unaligned_rows(head_size: int, kv: torch.dtype) -> str | None:
+    """Return why kernels do not read heads of this size that lie one behind the other, or None if they do.
+
+    Kernels read rows from multiples of 16 bytes on. A row of an NVFP4 cache has head_size / 2 bytes.
+    """
+    if kv is NVFP4 or head_size * kv.itemsize % 16 == 0:
+        return None
+    return f"head sizes must be multiples of {16 // kv.itemsize} with a cache of {kv}, got {head_size}"

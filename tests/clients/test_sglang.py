@@ -259,6 +259,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("attn_type=", sglang_batches.layer(attn_type=sglang_batches.backend.AttentionType.ENCODER_ONLY))
     refused("use_irope", sglang_batches.layer(use_irope=True))
     refused("no kernel on sm_90a for layer 0 with head_dim=260", sglang_batches.layer(head_dim=260))
+    refused("multiples of 16 with a cache of .*, got 72 in", sglang_batches.layer(head_dim=72), kv_dtype=FP8)
     refused("logit_cap=5", sglang_batches.layer(cap=5.0), kv_dtype=FP8)
     runner = sglang_batches.runner(monkeypatch, pool, sglang_batches.layer(), torch.bfloat16)
     backend = HopwellAttnBackend(runner)

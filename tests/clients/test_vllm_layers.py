@@ -75,6 +75,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         make_impl(alibi_slopes=[0.5] * HEADS)
     with pytest.raises(NotImplementedError, match="hopwell on sm_90a has no kernel for head_size=260"):
         make_impl(head_size=260)
+    with pytest.raises(NotImplementedError, match=r"head sizes must be multiples of 16 with a cache of .*, got 40"):
+        make_impl(head_size=40, kv_cache_dtype="fp8")
     with pytest.raises(NotImplementedError, match="logits_soft_cap=5"):
         make_impl(logits_soft_cap=5.0, kv_cache_dtype="nvfp4")
     with pytest.raises(NotImplementedError, match="decoder layers, got attn_type=encoder"):

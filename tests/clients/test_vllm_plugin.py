@@ -126,7 +126,10 @@ def test_configurations_agree_with_the_calls(cache: str, arch: str, monkeypatch:
             for sinks in (None, torch.zeros(HEADS)):
                 given: dict[str, Any] = dict(head_size=head_size, block_size=page_size, has_sink=sinks is not None)
                 found = reasons(kv_cache_dtype=cache, **given)
-                assert (not found) == calls_are_served(head_size, cache, page_size, sinks), (given, found)
+                served = calls_are_served(head_size, cache, page_size, sinks)
+                if cache == "nvfp4" and page_size % 4:
+                    served = False  # only some numbers of KV heads align V's data
+                assert (not found) == served, (given, found)
 
 
 def test_devices() -> None:

@@ -78,6 +78,10 @@ class HopwellAttnBackend(HopwellBackend):
                 f"v_head_dim={layer.v_head_dim}, dtype={self.dtype}, kv_cache_dtype={self.kv_dtype}, "
                 f"sliding_window_size={layer.sliding_window_size}, logit_cap={layer.logit_cap}"
             )
+        for dim in (layer.head_dim, layer.v_head_dim):
+            reason = capability.unaligned_rows(dim, self.kv_dtype)
+            if reason is not None:
+                raise NotImplementedError(f"{NAME}: {reason} in layer {layer.layer_id}")
 
     def _check_trees(self) -> None:
         """Refuse trees of drafts where a batch does not go to the decode entry, which alone has their masks."""

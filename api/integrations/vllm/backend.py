@@ -120,7 +120,7 @@ class HopwellBackend(AttentionBackend):
         if kv is NVFP4 and block_size is not None and block_size % capability.NVFP4_TOKENS:
             return f"block_size must be a multiple of {capability.NVFP4_TOKENS} with an NVFP4 cache, got {block_size}"
         if capability.has_prefill(arch, head_size, query, kv, sinks=has_sink):
-            return None
+            return capability.unaligned_rows(head_size, kv)
         return f"hopwell on {arch} has no kernel for head_size {head_size} with a {kv_cache_dtype} cache and {dtype}"
 
     @classmethod

@@ -17,6 +17,7 @@ from hopwell.integrations.capability import (
     has_mla_decode,
     has_prefill,
     has_ragged_prefill,
+    unaligned_rows,
 )
 from hopwell.kernels import hardware, support
 
@@ -36,6 +37,7 @@ __all__ = [
     "has_prefill",
     "has_ragged_prefill",
     "query_dtype",
+    "unaligned_rows",
 ]
 
 # vLLM's names of cache dtypes. None is the dtype of the model.

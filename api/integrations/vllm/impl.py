@@ -92,6 +92,9 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
                 f"and {self.dtype}, with sliding_window={self.window_left + 1 or None}, "
                 f"sinks={self.sinks is not None}, alibi={self.has_alibi}, logits_soft_cap={self.soft_cap or None}"
             )
+        reason = capability.unaligned_rows(self.head_size, self.kv_dtype)
+        if reason is not None:
+            raise NotImplementedError(f"HOPWELL: {reason}")
         if alibi_slopes is not None:
             _check_slopes(alibi_slopes, self.num_heads)
 
