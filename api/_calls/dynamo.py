@@ -40,6 +40,15 @@ def traced_as_op(function: _F) -> _F:
     return function
 
 
+def constant_in_graphs(function: _F) -> _F:
+    """Make Dynamo call ``function`` and keep the result as a constant of the graph, instead of tracing it.
+
+    ``torch.compiler.assume_constant_result`` sets the same mark and imports Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def has_no_data(value: Any) -> bool:
     """Return whether ``value`` is a tensor with a shape only: on the meta device, or traced by a compiler."""
     return isinstance(value, torch.Tensor) and (value.is_meta or isinstance(value, (FakeTensor, FunctionalTensor)))

@@ -91,6 +91,8 @@ def _unread(value: torch.Tensor) -> str:
 def tensor(name: str, value: Any, kinds: str = "a torch.Tensor") -> torch.Tensor:
     """Return ``value`` as a strided tensor with its own memory. ``kinds`` lists the allowed types in the message."""
     unread_tensor(name, value, kinds)
+    if torch.compiler.is_dynamo_compiling():
+        return value  # has no memory yet; the ops of the graph check theirs
     if not _is_plain_type(type(value)):
         raise ValueError(
             f"{name} must be a torch.Tensor, or of a subclass without __torch_function__ and __torch_dispatch__ of its "

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hopwell._calls.dynamo import constant_in_graphs
 from hopwell._checks import arguments as checks
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_workspace_bytes
@@ -128,9 +129,13 @@ def one_of(function: str, **arguments: Any) -> Any:
     return next(iter(given.values()), None)
 
 
-@functools.cache
 def _nothing(device: torch.device) -> torch.Tensor:
     """Return an empty workspace for entry points that do not use it."""
+    return _empty(device) if not torch.compiler.is_dynamo_compiling() else torch.empty(0, device=device)
+
+
+@functools.cache
+def _empty(device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
@@ -299,9 +304,14 @@ def _workspace_bytes(heads: int, kv_heads: int, dim: int, most: int, max_q: int,
     return xqa_workspace_bytes(heads, kv_heads, dim, most, max_q, device)
 
 
-@functools.cache
-def _decodes(dims: tuple[int, int], query: torch.dtype, kv: torch.dtype, arch: str) -> bool:
+@constant_in_graphs
+def _decodes(dims: tuple[int, int], query: torch.dtype, kv: torch.dtype, device: torch.device) -> bool:
     """Return whether decode kernels serve the head dims (QK, V) and the dtypes."""
+    return _has_decode(dims, query, kv, support.arch_of(device))
+
+
+@functools.cache
+def _has_decode(dims: tuple[int, int], query: torch.dtype, kv: torch.dtype, arch: str) -> bool:
     return features.refuse(samples.decode(dims=dims, query=query, kv=kv), arch) is None
 
 
@@ -325,8 +335,9 @@ def paged(
     results: Any
     (_, heads, dim), kv_heads, on = q.shape, k.shape[2], q.device
     few = a.causal and max_q * heads <= DECODE_ROWS * kv_heads
-    if few and _decodes((dim, v.shape[3]), q.dtype, k.dtype, support.arch_of(on)):
-        size = _workspace_bytes(heads, kv_heads, v.shape[3], most, max_q, on)
+    if few and _decodes((dim, v.shape[3]), q.dtype, k.dtype, on):
+        in_graph = torch.compiler.is_dynamo_compiling()  # where the op allocates
+        size = 0 if in_graph else _workspace_bytes(heads, kv_heads, v.shape[3], most, max_q, on)
         results = trtllm_batch_decode_with_kv_cache(
             q,
             (k, v),
