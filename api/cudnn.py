@@ -97,8 +97,9 @@ def cudnn_batch_prefill_with_kv_cache(
             ``max_token_per_sequence``, or past the last row of lse, have no place in it and write nothing there.
         is_cuda_graph_compatible: refuse lengths on the host, because a graph would not replay their copies.
         backend: any string or None. FlashInfer chooses between cuDNN's variants with it; hopwell has none.
-        q_scale: the factor that dequantizes float8_e4m3fn queries, a one-element float32 tensor. It is on the device,
-            so that its value may change under a CUDA graph. None means 1; bfloat16 and float16 take only None.
+        q_scale: the factor that dequantizes float8_e4m3fn queries, a one-element float32 tensor, or [num_kv_heads]: a
+            factor for the queries of each KV head. It is on the device, so that its value may change under a CUDA
+            graph. None means 1; bfloat16 and float16 take only None.
         k_scale: the same for K.
         v_scale: the same for V.
         batch_offsets_units: the unit of all ``batch_offsets_*``: "elements" as above, or "tokens". With "tokens" the
@@ -129,7 +130,7 @@ def cudnn_batch_prefill_with_kv_cache(
     if not (type(scale) is float and q_scale is k_scale is v_scale is None) and (
         isinstance(scale, torch.Tensor) or not (q_scale is k_scale is v_scale is None)
     ):
-        scale, output_scale = scaled(q, scale, q_scale, k_scale, v_scale)
+        scale, output_scale = scaled(q, k_cache, scale, q_scale, k_scale, v_scale)
     arguments: Arguments = (
         q,
         k_cache,

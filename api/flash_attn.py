@@ -64,8 +64,8 @@ def flash_attn_func(
         deterministic: any bool. hopwell is always deterministic.
         return_attn_probs: return (output, log-sum-exp, None) as FlashAttention 2 does without dropout.
         qv: must be None.
-        q_descale: float32, one factor that dequantizes float8_e4m3fn queries: one element, or one element expanded to
-            [batch, kv_heads]. None means 1.
+        q_descale: float32 factor that dequantizes float8_e4m3fn queries: one element, or [kv_heads], a factor for the
+            queries of each KV head. Both may be expanded to [batch, kv_heads]. None means 1.
         k_descale: the same for k.
         v_descale: the same for v.
         attention_chunk: must be 0.

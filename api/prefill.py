@@ -118,8 +118,10 @@ def trtllm_batch_context_with_kv_cache(
         max_kv_len: upper bound of ``seq_lens``. It never changes a result, even if it is too small.
         bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)), 0 or more: a float, or a one-element
             float32 tensor. The kernel reads the tensor, so its value may change under a CUDA graph. A tensor on the
-            host is read during the call, which is slower. A negative value on the device makes the output NaN.
-        bmm2_scale: factor on the output, in the same forms.
+            host is read during the call, which is slower. A negative value on the device makes the output NaN. With an
+            fp8 or NVFP4 cache also a contiguous float32 tensor [num_kv_heads] on the device: each KV head has its own
+            scale, the product of the softmax scale and the head's ``k_scale``.
+        bmm2_scale: factor on the output, in the same forms; of each KV head with its ``v_scale``.
         batch_size: number of requests.
         cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], the first token of each request in ``query``.
         cum_seq_lens_kv: int32, uint32 or int64. Lengths come from ``seq_lens``; callers of FlashInfer pass token or

@@ -134,3 +134,35 @@ def has_dtype(kv_cache: Any, dtype: torch.dtype) -> bool:
     """Return whether a cache, which may be unchecked, has this dtype."""
     first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
     return isinstance(first, torch.Tensor) and first.dtype == dtype
+
+
+def scales(
+    cache: PagedCache, bmm1_scale: Any, bmm2_scale: Any, on: torch.device
+) -> tuple[float | torch.Tensor, float | torch.Tensor]:
+    """Check and return the softmax scale and the output scale of a call over ``cache``.
+
+    KV heads may have their own, except in 16-bit caches.
+    """
+    heads = 1 if cache.key.dtype in checks.SIXTEEN_BIT else cache.key.shape[1]
+    softmax_scale = scale_of_heads("bmm1_scale", bmm1_scale, on, heads, minimum=0.0)
+    return softmax_scale, scale_of_heads("bmm2_scale", bmm2_scale, on, heads)
+
+
+def scale_of_heads(
+    name: str, value: Any, on: torch.device, heads: int, minimum: float | None = None
+) -> float | torch.Tensor:
+    """Check and return a scale of all KV heads, or a contiguous float32 tensor [heads] on the device."""
+    if heads == 1 or not isinstance(value, torch.Tensor) or value.numel() == 1:
+        return checks.scale(name, value, on, minimum)
+    checks.tensor(name, value)
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name} as a tensor must be torch.float32, got {value.dtype}")
+    if tuple(value.shape) != (heads,):
+        raise ValueError(
+            f"{name} as a tensor must have one element, or the shape (num_kv_heads,) = ({heads},), got shape "
+            f"{tuple(value.shape)}"
+        )
+    checks.device(name, value, on)
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
+    return value

@@ -245,8 +245,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
     max_q_len = checks.host_int("max_q_len", call.max_q_len)
     max_kv_len = checks.host_int("max_kv_len", call.max_kv_len)
 
-    softmax_scale = checks.scale("bmm1_scale", call.bmm1_scale, on, minimum=0.0)
-    output_scale = checks.scale("bmm2_scale", call.bmm2_scale, on)
+    softmax_scale, output_scale = caches.scales(cache, call.bmm1_scale, call.bmm2_scale, on)
     mask = _mask(call.causal, call.window_left, call.window_right, tokens)
     sinks = checks.sinks(call.sinks, heads, on)
     skip_softmax = checks.optional_float(

@@ -10,7 +10,7 @@ import torch
 from hopwell._calls.dynamo import is_traced
 from hopwell._calls.repeat import OperandMap
 from hopwell._checks import arguments as checks
-from hopwell._checks import device_data
+from hopwell._checks import caches, device_data
 from hopwell._checks.features import require_problem
 from hopwell.kernels import support
 from hopwell.kernels.launch.device_data import scale_rule
@@ -223,7 +223,7 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
         checks.tensor("block_tables", call.block_tables)
     key, value = _kv(q, call.k_cache, call.v_cache, paged)
     v_dim = value.shape[3]
-    softmax_scale = checks.scale("scale", call.scale, on, minimum=0.0)
+    softmax_scale = caches.scale_of_heads("scale", call.scale, on, key.shape[1], minimum=0.0)
     checks.unread_tensor("workspace_buffer", call.workspace_buffer)
 
     max_q_len = checks.host_int("max_token_per_sequence", call.max_token_per_sequence)
@@ -290,7 +290,7 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     return problem
 
 
-def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
+def scaled(q: Any, k_cache: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
     """Return the factors on q k^T and on the output, with the scales of quantised inputs included.
 
     Scales are multiplied on the device, so that they may change under a CUDA graph.
@@ -299,20 +299,28 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
         return scale, 1.0  # the op does it
     given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     on = checks.main_tensor("q", q).device
+    heads = _kv_heads(k_cache)
     for name, factor in given.items():
         if factor is None:
             continue
         checks.tensor(name, factor)
         if q.dtype != checks.FP8:
             raise ValueError(f"{name} must be None for q of {q.dtype}: it scales {checks.FP8} inputs")
-        given[name] = checks.scale(name, factor, on)
+        given[name] = caches.scale_of_heads(name, factor, on, heads)
     if device_data.is_enabled():  # the product would not show which factor is wrong
         tensors = ((name, factor) for name, factor in given.items() if isinstance(factor, torch.Tensor))
         device_data.check((scale_rule(name, factor) for name, factor in tensors), on)
     product = checks.host_float("scale", scale, minimum=0.0)
     for name in ("q_scale", "k_scale"):
         product = product if given[name] is None else given[name] * product
+    if isinstance(product, torch.Tensor):
+        product = product.flatten()  # scales of one element may have more dimensions than scales of KV heads
     return product, 1.0 if given["v_scale"] is None else given["v_scale"]
+
+
+def _kv_heads(k_cache: Any) -> int:
+    """Return the KV heads of K, paged or ragged, or 1 if it is not a valid tensor, which later checks refuse."""
+    return k_cache.shape[1] if isinstance(k_cache, torch.Tensor) and k_cache.dim() in (3, 4) else 1
 
 
 def _allocated_lse(sizes: tuple[int, ...], max_q_len: int, tokens: int, on: torch.device) -> torch.Tensor:

@@ -140,26 +140,6 @@ def check_counter_buffer(value: Any) -> None:
         checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
 
 
-def scale_of_heads(
-    name: str, value: Any, on: torch.device, heads: int, minimum: float | None = None
-) -> float | torch.Tensor:
-    """Check and return a scale of all KV heads, or a contiguous float32 tensor [heads] on the device."""
-    if heads == 1 or not isinstance(value, torch.Tensor) or value.numel() == 1:
-        return checks.scale(name, value, on, minimum)
-    checks.tensor(name, value)
-    if value.dtype != torch.float32:
-        raise TypeError(f"{name} as a tensor must be torch.float32, got {value.dtype}")
-    if tuple(value.shape) != (heads,):
-        raise ValueError(
-            f"{name} as a tensor must have one element, or the shape (num_kv_heads,) = ({heads},), got shape "
-            f"{tuple(value.shape)}"
-        )
-    checks.device(name, value, on)
-    if not value.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
-    return value
-
-
 def decode_operands(q_offsets: str, *, latent: bool = False) -> OperandMap:
     """Return where the operands of a decode entry lie whose cumulative lengths are called ``q_offsets``.
 

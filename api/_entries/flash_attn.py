@@ -68,7 +68,7 @@ def attention(
         raise ValueError(f"softmax_scale must be positive, got {scale}")
     is_causal, left, right = _mask(checks.flag("causal", causal), window_size, max_q)
     for name in ("q_descale", "k_descale", "v_descale"):
-        others[name] = _one_scale(name, others[name])
+        others[name] = _scales(name, others[name])
     cap = 0.0 if softcap is None else checks.host_float("softcap", softcap, minimum=0.0)
     return Attention(scale, is_causal, left, right, cap, **others)
 
@@ -84,17 +84,20 @@ def _mask(causal: bool, window_size: Any, max_q: int) -> tuple[bool, int, int]:
     return False, left, right if right < max_q - 1 else -1
 
 
-def _one_scale(name: str, value: Any) -> torch.Tensor | None:
-    """Return the only element of a descale tensor, which may be expanded to [batch, kv_heads]."""
+def _scales(name: str, value: Any) -> torch.Tensor | None:
+    """Return the only element of a descale tensor, or its element for each KV head. Both may be expanded to [batch,
+    kv_heads]."""
     if value is None:
         return None
     checks.tensor(name, value)
-    if any(size != 1 and stride for size, stride in zip(value.shape, value.stride(), strict=True)) or not value.numel():
+    own = [i for i, stride in enumerate(value.stride()) if stride and value.shape[i] != 1]  # not expanded
+    by_head = bool(own) and own == [value.dim() - 1] and value.stride(-1) == 1
+    if (own and not by_head) or not value.numel():
         raise NotImplementedError(
-            f"{name} must be one scale for all requests and heads, a tensor of one element or one expanded to "
-            f"[batch, kv_heads], got shape {tuple(value.shape)} and strides {value.stride()}"
+            f"{name} must be the same for all requests: a tensor of one element, [kv_heads], or one of these expanded "
+            f"to [batch, kv_heads], got shape {tuple(value.shape)} and strides {value.stride()}"
         )
-    return value.as_strided((1,), (1,))
+    return value.as_strided((value.shape[-1] if by_head else 1,), (1,))
 
 
 def bound(name: str, value: Any, tokens: int) -> int:

@@ -20,7 +20,6 @@ from hopwell._entries.decoding import (
     ragged_starts,
     refuse_skip_softmax,
     refused,
-    scale_of_heads,
     workspace,
     workspace_bytes,
 )
@@ -226,14 +225,6 @@ def _kv(call: XqaCall) -> tuple[caches.PagedCache, BlockScales | None]:
     return cache, caches.block_scales("kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout)
 
 
-def _scales(call: XqaCall, cache: caches.PagedCache) -> tuple[float | torch.Tensor, float | torch.Tensor]:
-    """Return the softmax scale and the output scale. KV heads may have their own, except in 16-bit caches."""
-    heads = cache.key.shape[1] if cache.key.dtype != call.query.dtype else 1
-    on = call.query.device
-    softmax_scale = scale_of_heads("bmm1_scale", call.bmm1_scale, on, heads, minimum=0.0)
-    return softmax_scale, scale_of_heads("bmm2_scale", call.bmm2_scale, on, heads)
-
-
 def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
     """Return (requests, most new tokens of a request, starts); starts are None without cumulative lengths."""
     if call.q_cu_seq_lens is not None:
@@ -290,7 +281,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     table = checks.page_table(call.block_tables, batch, on, shared=call.shared_pages, batch_source=rows)
     kv_lens = checks.lengths("seq_lens", call.seq_lens, batch, on)
     checks.host_int("max_seq_len", call.max_seq_len)
-    softmax_scale, output_scale = _scales(call, cache)
+    softmax_scale, output_scale = caches.scales(cache, call.bmm1_scale, call.bmm2_scale, on)
     output_factor = 1.0 if call.o_scale is None else checks.scale("o_scale", call.o_scale, on)
     call = call._replace(window_left=checks.host_int("window_left", call.window_left, minimum=-1))
     sinks = checks.sinks(call.sinks, heads, on)

@@ -165,6 +165,12 @@ class _Rows:
         """Row of scales as device tensors."""
         return self.row("tensor_scales", "extras", "scales as device tensors", dict(tensor_scales=True))
 
+    def head_scales(self, of: str, *cases: dict[str, Any]) -> Feature:
+        """Return the row of scales of each KV head, with the data that they scale."""
+        asked: dict[str, Any] = dict(head_scales=True)
+        scaled = [case | asked for case in cases]
+        return self.row("head_scales", "extras", f"scales of each KV head of {of}", *scaled, shown=asked)
+
     def with_others(self, *known: Feature) -> tuple[Feature, ...]:
         """Return the rows of head dims, and a row for all other head dims."""
         return *known, self.no_row("other_head_dim", "head dims", "other head dims", *known)
@@ -224,7 +230,6 @@ _DECODE_MULTIPLES = tuple((qk, v) for qk, v in DECODE_HEAD_DIMS if qk == v <= 25
 _DECODE_UNEQUAL, _DECODE_LARGE = (
     [dict(dims=dims), *_over("kv", (FP8, INT8), dims=dims)] for dims in (_NARROWER_V, (512, 512))
 )
-_HEAD_SCALES = _over("kv", (FP8, INT8, UINT8), head_scales=True)
 _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
     "nvfp4_head_dim",
     "head dims",
@@ -286,6 +291,7 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.mask(MaskKind.LOCAL, " (`window_right`)"),
             _PREFILL.sinks,
             _PREFILL.tensor_scales,
+            _PREFILL.head_scales("an fp8 or NVFP4 cache", *_over("kv", (FP8, UINT8)), _BYTES_IN),
             _SKIP_SOFTMAX,
             _PREFILL.row("lse", "extras", "log-sum-exp, base 2 or e", dict(lse=True)),
             # No problem can need these two rows.
@@ -334,6 +340,7 @@ ENTRIES: dict[str, Entry] = {
                 dict(tensor_scales=True, **_BYTES_IN),
                 shown=dict(tensor_scales=True),
             ),
+            _PREFILL.head_scales("fp8 inputs", _BYTES_IN),
         ),
     ),
     XQA: Entry(
@@ -374,7 +381,7 @@ ENTRIES: dict[str, Entry] = {
             _DECODE.mask(MaskKind.SLIDING_WINDOW),
             _DECODE.sinks,
             _DECODE.tensor_scales,
-            _DECODE.row("head_scales", "extras", "scales of each KV head of an 8-bit or NVFP4 cache", *_HEAD_SCALES),
+            _DECODE.head_scales("an 8-bit or NVFP4 cache", *_over("kv", (FP8, INT8, UINT8))),
         ),
     ),
     MLA: Entry(

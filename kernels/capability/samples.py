@@ -51,8 +51,17 @@ def _cache(dims: tuple[int, int], kv: torch.dtype, page_size: int, *, interleave
     return dict(key=key, value=value, kv_scales=BlockScales(*scales, interleaves_v) if kv is UINT8 else None)
 
 
-def _problem(query: torch.Tensor, q_len: int, mask: Mask, **fields: Any) -> AttentionProblem:
-    table = _ints(BATCH, 3)
+def _problem(
+    query: torch.Tensor,
+    q_len: int,
+    mask: Mask,
+    *,
+    tensor_scales: bool = False,
+    head_scales: bool = False,
+    **fields: Any,
+) -> AttentionProblem:
+    """Return a problem of ``fields``, with a softmax scale or both scales as tensors."""
+    table, scales = _ints(BATCH, 3), KV_HEADS if head_scales else 1
     common: dict[str, Any] = dict(
         query=query,
         out=None,
@@ -62,7 +71,8 @@ def _problem(query: torch.Tensor, q_len: int, mask: Mask, **fields: Any) -> Atte
         q_offsets=None,
         kv_lens=_ints(BATCH),
         mask=mask,
-        softmax_scale=1.0,
+        softmax_scale=_empty(scales) if tensor_scales or head_scales else 1.0,
+        output_scale=_empty(scales) if head_scales else 1.0,
         page_table=PageTable(table, table),
     )
     return AttentionProblem(**(common | fields))
@@ -82,7 +92,6 @@ def prefill(
     mask: MaskKind = MaskKind.CAUSAL,
     alibi: bool = False,
     soft_cap: float = 0.0,
-    tensor_scales: bool = False,
     lse: bool = False,
     statistics: bool = False,
     **fields: Any,
@@ -99,7 +108,6 @@ def prefill(
         out=stored,
         out_scales=scales if out is UINT8 else None,
         score=Score.capped(soft_cap, has_slopes=alibi),
-        softmax_scale=_empty(1) if tensor_scales else 1.0,
         lse=LogSumExp(_empty(tokens, HEADS), LseLayout.RAGGED, natural=True) if lse else None,
         statistics=_empty(tokens, HEADS, 2) if statistics else None,
         **_cache(dims, kv or query, page_size, interleaves_v=True),
@@ -123,20 +131,16 @@ def decode(
     page_size: int = PAGE_SIZE,
     q_len: int = 1,
     mask: MaskKind = MaskKind.FULL,
-    tensor_scales: bool = False,
-    head_scales: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
     """Return a decode problem with ``q_len`` new tokens of each request."""
-    tokens, scales = BATCH * q_len, KV_HEADS if head_scales else 1
+    tokens = BATCH * q_len
     return _problem(
         _empty(tokens, HEADS, dims[0], dtype=query),
         q_len,
         Mask(mask),
         out=None if out is None else _empty(tokens, HEADS, dims[1], dtype=out),
         dcp_rank=_dcp_rank_of(Mask(mask)),
-        softmax_scale=_empty(scales) if tensor_scales or head_scales else 1.0,
-        output_scale=_empty(scales) if head_scales else 1.0,
         scratch=_empty(1, dtype=UINT8),
         family=Family.DECODE,
         **_cache(dims, kv, page_size),
@@ -154,7 +158,6 @@ def mla(
     q_len: int = 1,
     mask: MaskKind = MaskKind.CAUSAL,
     sparse: bool = False,
-    tensor_scales: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
     """Return an MLA decode problem over rows of ``row`` elements, whose value is the first ``dims[1]`` columns."""
@@ -168,7 +171,6 @@ def mla(
         key=key,
         value=key[..., : dims[1]],
         dcp_rank=_dcp_rank_of(Mask(mask)),
-        softmax_scale=_empty(1) if tensor_scales else 1.0,
         scratch=_empty(1, dtype=UINT8),
         family=Family.MLA,
         **topk_lists,

@@ -340,6 +340,12 @@ def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
     return page, head
 
 
+def head_scales(problem: AttentionProblem) -> tuple[bool, bool]:
+    """Return whether the softmax scale, and the output scale, has one value for each KV head."""
+    k, v = (isinstance(one, torch.Tensor) and one.numel() > 1 for one in (problem.softmax_scale, problem.output_scale))
+    return k, v
+
+
 def require_dtypes(
     problem: AttentionProblem,
     out_dtype: torch.dtype,

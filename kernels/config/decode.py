@@ -17,6 +17,7 @@ from hopwell.kernels.config.base import (
     KvType,
     Tile,
     has_uneven_pages,
+    head_scales,
     kv_fetch,
     paged_fetches,
     power_of_two_in,
@@ -326,7 +327,7 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
     unfetched = kind(*common, *paged_fetches(1)[0], kv_type, rows)
     fetch = kv_fetch(problem, unfetched.tile.n)
     config = kind(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
-    k_scales, v_scales = (_has_head_scales(scale) for scale in (problem.softmax_scale, problem.output_scale))
+    k_scales, v_scales = head_scales(problem)
     if (k_scales or v_scales) and kv_type is KvType.WIDE:
         raise NotImplementedError(f"scales of each KV head have no decode kernel on {arch} with a 16-bit cache")
     config = replace(config, k_head_scales=k_scales, v_head_scales=v_scales)
@@ -334,11 +335,6 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
     short = replace(config, short_leaves=problem.q_offsets is not None and has_short_leaves)
     leaves, others = ((each.leaf_tiles, each.accumulated_levels) for each in (short, config))
     return short if leaves != others else config
-
-
-def _has_head_scales(scale: float | torch.Tensor) -> bool:
-    """Whether each KV head has its own scale."""
-    return isinstance(scale, torch.Tensor) and scale.numel() > 1
 
 
 def _joined(dims: tuple[int, int]) -> str:

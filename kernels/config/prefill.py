@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,7 @@ from hopwell.kernels.config.base import (
     TileShape,
     dtype_names,
     has_uneven_pages,
+    head_scales,
     kv_fetch,
     paged_fetches,
     require_dtypes,
@@ -104,7 +105,11 @@ PACKED_SHARE = 0.5
 
 @dataclass(frozen=True)
 class PrefillConfig(KernelConfig):
-    """Config of a prefill kernel; a Hopper kernel, except in subclasses of other architectures."""
+    """Config of a prefill kernel; a Hopper kernel, except in subclasses of other architectures.
+
+    ``k_head_scales`` and ``v_head_scales``: whether the softmax scale, or the output scale, has one value for each KV
+    head.
+    """
 
     score: ScoreKind = ScoreKind.SCALED
     skip_softmax: bool = False
@@ -113,6 +118,8 @@ class PrefillConfig(KernelConfig):
     kv_type: KvType = KvType.WIDE
     dequantizes_q: bool = False  # queries are e4m3 and are dequantized to float16 in place
     linear_v_scales: bool = False  # V's block scales are linear, not interleaved by four tokens
+    k_head_scales: bool = field(default=False, kw_only=True)
+    v_head_scales: bool = field(default=False, kw_only=True)
 
     family: ClassVar[Family] = Family.PREFILL
     layout_type: ClassVar[type[OperandLayout]] = PrefillLayout
@@ -277,6 +284,7 @@ class PrefillConfig(KernelConfig):
         details = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
         details += ["linear_v_scales"] * self.linear_v_scales + ["q_e4m3"] * self.dequantizes_q
         details += [self.score.value] if self.score is not ScoreKind.SCALED else []
+        details += ["k_head_scales"] * self.k_head_scales + ["v_head_scales"] * self.v_head_scales
         choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
         return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
 
@@ -314,6 +322,7 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         features |= dict(kv_type=kv_type, dequantizes_q=dequantizes_q)
     if problem.kv_scales is not None:
         features["linear_v_scales"] = not problem.kv_scales.interleaves_v
+    features |= dict(zip(("k_head_scales", "v_head_scales"), _head_scales(problem, arch), strict=True))
     config = kind(
         arch=arch,
         dtype=DTYPES[torch.float16] if dequantizes_q else QUERY_DTYPES[problem.query.dtype],
@@ -328,6 +337,18 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
     )
     fetch, box_rows = kv_fetch(problem, config.tile.n)
     return replace(config, kv_fetch=fetch, box_rows=box_rows)
+
+
+def _head_scales(problem: AttentionProblem, arch: str) -> tuple[bool, bool]:
+    """Return whether each KV head has its own softmax scale, and its own output scale.
+
+    Raises:
+        NotImplementedError: the cache has 16 bits, and no kernel takes such scales with it.
+    """
+    found = head_scales(problem)
+    if any(found) and problem.key.dtype in DTYPES:
+        raise NotImplementedError(f"scales of each KV head have no prefill kernel on {arch} with a 16-bit cache")
+    return found
 
 
 def _output_dtypes(problem: AttentionProblem) -> Mapping[torch.dtype, str]:

@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("flash_attn_func", {"softcap": -1.0}, ValueError, "softcap must be at least 0"),
     ("flash_attn_func", {"causal": None}, TypeError, "causal must be"),
     ("flash_attn_func", {"q": tensor(3, HEADS, DIM)}, ValueError, r"q must have shape \[batch, seqlen"),
-    ("flash_attn_func", {"k_descale": torch.ones(B, KV_HEADS)}, NotImplementedError, "k_descale must be one scale"),
+    ("flash_attn_func", {"k_descale": torch.ones(B, KV_HEADS)}, NotImplementedError, "k_descale must be the same"),
     ("flash_attn_func", {"out": tensor(B, 4, HEADS, DIM)}, ValueError, "out must have shape"),
     ("flash_attn_varlen_func", {"max_seqlen_q": None}, ValueError, "max_seqlen_q must be given"),
     ("flash_attn_varlen_func", {"cu_seqlens_k": None}, ValueError, "cu_seqlens_k must be given"),

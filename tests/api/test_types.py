@@ -13,6 +13,7 @@ from helpers.calls.valid_calls import (
     DEFAULT,
     FMHA,
     HEADS,
+    KV_HEADS,
     MLA,
     XQA,
     form,
@@ -54,6 +55,7 @@ FLAGS = {
     XQA: ("enable_pdl",),
     MLA: ("enable_pdl",),
 }
+INPUTS = ("q", "k_cache", "v_cache")
 STRINGS = {
     CONTEXT: ("kv_layout",),
     FMHA: ("input_layout", "mask_mode"),
@@ -139,6 +141,27 @@ def test_tensor_scales(entry: str, name: str) -> None:
     refused(entry, TypeError, f"^{name} as a tensor must be torch.float32", **{name: torch.tensor(1.0).half()})
     refused(entry, ValueError, f"^{name} as a tensor must have one element", **{name: torch.ones(2)})
     refused(entry, ValueError, f"^{name} must be on cpu", **{name: torch.ones(1, device="meta")})
+
+
+@pytest.mark.parametrize("cache", ["fp8-HND", "nvfp4-NHD"])
+@pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
+def test_scales_of_each_head(name: str, cache: str) -> None:
+    """A tensor has one element, or one for each KV head of a cache of 8 or 4 bits."""
+    text = rf"^{name} as a tensor must have one element, or the shape \(num_kv_heads,\) = \({KV_HEADS},\), got"
+    for scale in (torch.ones(KV_HEADS + 1), torch.ones(1, KV_HEADS), torch.ones(HEADS), torch.ones(0)):
+        refused(CONTEXT, ValueError, text, cache, **{name: scale})
+    refused(CONTEXT, ValueError, f"^{name} must be contiguous", cache, **{name: torch.ones(2 * KV_HEADS)[::2]})
+    refused(CONTEXT, ValueError, f"^{name} must be on cpu", cache, **{name: torch.ones(KV_HEADS, device="meta")})
+    refused(CONTEXT, TypeError, "must be torch.float32", cache, **{name: torch.ones(KV_HEADS).half()})
+    refused(CONTEXT, ValueError, f"^{name} as a tensor must have one element, got", **{name: torch.ones(KV_HEADS)})
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_scales_of_each_head_of_8_bit_inputs(name: str) -> None:
+    inputs = {part: value.to(torch.float8_e4m3fn) for part, value in form(CUDNN, "paged").items() if part in INPUTS}
+    for scale in (torch.ones(KV_HEADS + 1), torch.ones(1, 1, 1, KV_HEADS)):
+        refused(CUDNN, ValueError, rf"^{name} .* or the shape \(num_kv_heads,\)", "paged", **inputs, **{name: scale})
+    refused(CUDNN, ValueError, f"^{name} must be None for q of", "paged", **{name: torch.ones(KV_HEADS)})
 
 
 @pytest.mark.parametrize(("entry", "name"), [(FMHA, "bmm1_scale"), (FMHA, "bmm2_scale"), (CUDNN, "scale")])

@@ -1,13 +1,15 @@
-"""Pages of a hybrid model, which also hold states of other layers: 1056 tokens, and room between the pages."""
+"""Pages of a hybrid model, which also hold states of other layers: over 1024 tokens, and room between the pages."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import hopwell
 
-PAGE, HEADS, DIM = 1056, 2, 64
-TABLE, LENGTHS = [[3, 1], [0, -1]], [PAGE + 9, 20]
+PAGES = (1040, 1056, 2048)
+HEADS, DIM = 2, 64
+TABLE = [[3, 1], [0, -1]]
 NEW = [9, 3]  # the first request's new tokens begin its second page
 
 
@@ -19,18 +21,19 @@ def expected(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tor
     return torch.nn.functional.scaled_dot_product_attention(*parts, visible, enable_gqa=True).transpose(0, 1)
 
 
-def test_append_context_and_decode(device: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    room = torch.full((4, 2, 1, PAGE + 24, DIM), torch.nan, dtype=torch.bfloat16)
-    cache = room[..., :PAGE, :].to(device)
-    parts = [torch.randn(2, length, 1, DIM, generator=draw).bfloat16() for length in LENGTHS]
+@pytest.mark.parametrize("page", PAGES)
+def test_append_context_and_decode(device: str, page: int) -> None:
+    draw, of_requests = torch.Generator().manual_seed(0), [page + 9, 20]
+    room = torch.full((4, 2, 1, page + 24, DIM), torch.nan, dtype=torch.bfloat16)
+    cache = room[..., :page, :].to(device)
+    parts = [torch.randn(2, length, 1, DIM, generator=draw).bfloat16() for length in of_requests]
     pages, table = torch.tensor(TABLE), torch.tensor(TABLE, dtype=torch.int32, device=device)
     slots = []
     for row, new, (key, value) in zip(pages, NEW, parts, strict=True):
         positions = torch.arange(len(key))
-        place = row[positions // PAGE], positions % PAGE
+        place = row[positions // page], positions % page
         cache.movedim(3, 1)[tuple(index.to(device) for index in place)] = torch.stack([key, value], 1).to(device)
-        slots.append((place[0] * PAGE + place[1])[-new:])
+        slots.append((place[0] * page + place[1])[-new:])
         cache.movedim(3, 1)[tuple(index[-new:].to(device) for index in place)] = torch.nan
     key, value = (
         torch.cat([part[i][-new:] for part, new in zip(parts, NEW, strict=True)]).to(device) for i in range(2)
@@ -38,13 +41,15 @@ def test_append_context_and_decode(device: str) -> None:
     hopwell.append_paged_kv_cache_with_slot_mapping(key, value, torch.cat(slots).to(device), cache, "HND")
 
     query = torch.randn(sum(NEW), HEADS, DIM, generator=draw).bfloat16()
-    starts, lengths = (torch.tensor(of, dtype=torch.int32, device=device) for of in ([0, NEW[0], sum(NEW)], LENGTHS))
+    starts, lengths = (
+        torch.tensor(of, dtype=torch.int32, device=device) for of in ([0, NEW[0], sum(NEW)], of_requests)
+    )
     places, scale = (torch.empty(0, device=device), table, lengths), DIM**-0.5
     prefill = hopwell.trtllm_batch_context_with_kv_cache(
-        query.to(device), cache, *places, max(NEW), max(LENGTHS), scale, 1.0, 2, starts, starts
+        query.to(device), cache, *places, max(NEW), max(of_requests), scale, 1.0, 2, starts, starts
     )
     last = query[[NEW[0] - 1, -1]].to(device)
-    decode = hopwell.xqa_batch_decode_with_kv_cache(last, cache, *places, max(LENGTHS), scale, kv_layout="HND")
+    decode = hopwell.xqa_batch_decode_with_kv_cache(last, cache, *places, max(of_requests), scale, kv_layout="HND")
     for request, (rows, (keys, values)) in enumerate(zip(query.split(NEW), parts, strict=True)):
         want = expected(rows, keys, values)
         got = prefill.cpu().split(NEW)[request]

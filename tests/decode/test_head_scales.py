@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -84,10 +85,11 @@ def test_scales_of_each_head_beside_others(rows: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 40])
-def test_a_negative_scale_gives_nan_in_its_head(rows: int, device: str) -> None:
+@pytest.mark.parametrize("scale", [-0.1, math.nan])
+def test_a_negative_scale_and_nan_give_nan_in_their_head(scale: float, rows: int, device: str) -> None:
     data = batch(device, rows, kv_dtype=FP8)
     sinks = torch.zeros(data.heads, device=device)
-    scales = torch.tensor((0.1, -0.1, 0.1), device=device)
+    scales = torch.tensor((0.1, scale, 0.1), device=device)
     found = run(data, sinks, bmm1_scale=scales).isnan().unflatten(1, (KV_HEADS, -1))
     assert found[:, 1].all()
     assert not found[:, ::2].any()

@@ -266,3 +266,22 @@ def test_an_e4m3_cache_takes_16_bit_queries_and_new_tokens() -> None:
         assert torch.equal(k[i, 9].float(), (new[0, i, 0].float() / 0.5).to(torch.float8_e4m3fn).float())
         keys = k[i, :10].double() * 0.5, v[i, :10].double() * 2.0
         check(out[i], lse[i], q[i], *keys, causal=True)
+
+
+def test_descales_of_each_kv_head() -> None:
+    """Each KV head has the bits of a call with its scales for all heads. The scales are expanded over requests."""
+    q, k, v = (data(12, heads, DIM, seed=heads).to(torch.float8_e4m3fn) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    scales = {"q_descale": (2.0, 0.5), "k_descale": (0.01, 3.0), "v_descale": (-5.0, 0.001)}
+
+    def call(**descales: torch.Tensor) -> torch.Tensor:
+        results = flash_attn_varlen_func(
+            q, k, v, starts, starts, 7, 7, causal=True, return_softmax_lse=True, **descales
+        )
+        return torch.cat([results[0].transpose(0, 1).flatten(1), results[1]], 1).unflatten(0, (KV_HEADS, -1))
+
+    found = call(**{name: torch.tensor(pair).expand(2, KV_HEADS) for name, pair in scales.items()})
+    for head in range(KV_HEADS):
+        assert torch.equal(
+            found[head], call(**{name: torch.tensor([pair[head]]) for name, pair in scales.items()})[head]
+        )

@@ -21,10 +21,12 @@ from helpers.covering.configs import (
     COVERING_SM120_DECODE,
     PAGES16,
     PAGES64,
+    RARER,
     ROWS,
     covering_blackwell_configs,
     covering_blackwell_fp8_configs,
     covering_configs,
+    head_scale_configs,
 )
 
 from hopwell.kernels import compile_ahead
@@ -174,14 +176,6 @@ SM120_ON_BLACKWELL = [
         *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in PAIRED_STACK),
     )
 ]
-# Head dims, page sizes and masks compiled only on demand.
-RARER = [
-    PrefillConfig("sm_90a", "bf16", "bf16", 72, 72, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0),
-    PrefillConfig("sm_90a", "bf16", "bf16", 248, 248, MaskKind.CAUSAL, *PAGES16),
-    PrefillConfig("sm_90a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, *ROWS, uneven_pages=True),
-    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
-    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 8, uneven_pages=True),
-]
 # Scales of each KV head: every kernel over dequantized caches.
 HEAD_SCALES = [
     replace(config, k_head_scales=True, v_head_scales=True)
@@ -200,6 +194,7 @@ CONFIGS: list[KernelConfig] = [
     *COVERING_MLA,
     *COVERING_SM120_DECODE,
     *HEAD_SCALES,
+    *head_scale_configs(),
     *SM120_ON_BLACKWELL,
     *BLACKWELL,
     *COVERING_PAIR_MLA,

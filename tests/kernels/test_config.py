@@ -73,6 +73,8 @@ class TestShipped:
             dequantizes_q=True,
             linear_v_scales=True,
             uneven_pages=True,
+            k_head_scales=True,
+            v_head_scales=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
         assert set(others) == {f.name for f in fields(PrefillConfig)}

@@ -40,6 +40,13 @@ class TestRefusals:
             resolve(problem, arch)
         return str(caught.value)
 
+    @pytest.mark.parametrize("arch", ARCHS)
+    def test_scales_of_each_head_of_a_16_bit_cache(self, arch: str) -> None:
+        scales = empty(2, dtype=torch.float32)
+        for name in ("softmax_scale", "output_scale"):
+            message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), **{name: scales}), arch)
+            assert message == f"scales of each KV head have no prefill kernel on {arch} with a 16-bit cache"
+
     @pytest.mark.parametrize("arch", ["sm_80", "sm_120", "sm_90", "sm_100"])
     def test_other_archs(self, arch: str) -> None:
         message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128))), arch)

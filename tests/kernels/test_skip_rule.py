@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass.cute as cute
@@ -36,8 +37,9 @@ class TestSkipRule:
         scale: float = 0.5,
         positions: tuple[int, ...] = (0, 0),
     ) -> bool:
-        rule, row = SkipRule.create(factor, Float32(scale)), LogitRow(positions, Int32(kv_len), Float32(0.0))
-        return bool(number(rule.unneeded(largest, maxima, row)))
+        softmax: Any = SimpleNamespace(largest=largest, scale=Float32(scale))
+        rule, row = SkipRule.create(factor), LogitRow(positions, Int32(kv_len), Float32(0.0))
+        return bool(number(rule.unneeded(softmax, maxima, row)))
 
     @pytest.mark.parametrize("kv_len", [1, 100, 100_000])
     @pytest.mark.parametrize("factor", [1e-3, 1.0, 500.0])
@@ -74,7 +76,7 @@ class TestSkipRule:
         assert self.unneeded([0.0, 0.0], [-100.0, 5.0], **limit, positions=(15, 16))
 
     def test_notes(self) -> None:
-        rule = SkipRule.create(1.0, 1.0)
+        rule = SkipRule.create(1.0)
         assert rule.skipped[0] == 0
         for counts in (True, False, False, True, False):
             rule.note(counts)
@@ -91,7 +93,7 @@ class TestSkipRule:
         added: list[tuple[Any, Any]] = []
         monkeypatch.setattr(cute.arch, "atomic_add", lambda pointer, value: added.append((pointer, value)))
         monkeypatch.setattr(skip_module, "global_pointer", lambda dtype, address: (dtype, address))
-        rule = SkipRule.create(1.0, 1.0)
+        rule = SkipRule.create(1.0)
         for _ in range(7):
             rule.note(False, row_blocks)
         rule.report(address, reports)

@@ -257,14 +257,14 @@ def load_scale(address, value):
 
 
 @cute.jit
-def load_output_scale(addresses, value, softmax_index=0, output_index=0):
+def load_output_scale(addresses, value):
     """Load the output scale; it is NaN if the softmax scale on the device is negative.
 
-    The indices select the scales of a KV head if each head has its own. Results would be wrong with a negative softmax
-    scale: the softmax relies on a row's largest score, which would then not be the largest logit.
+    Results would be wrong with a negative softmax scale: the softmax relies on a row's largest score, which would then
+    not be the largest logit.
     """
-    scale = load_float(addresses.output_scale, output_index, 1.0) * value
-    if load_float(addresses.softmax_scale, softmax_index, 0.0) < 0.0:
+    scale = load_float(addresses.output_scale, 0, 1.0) * value
+    if load_float(addresses.softmax_scale, 0, 0.0) < 0.0:
         scale = Float32(math.nan)
     return scale
 

@@ -11,22 +11,9 @@ from cutlass import Float32, Int32, Int64
 
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.core.device import device_struct, global_array, load_output_scale, load_sink
+from hopwell.kernels.parts.core.device import device_struct, global_array, load_sink
+from hopwell.kernels.parts.rows.head_scales import output_scale_of
 from hopwell.kernels.parts.rows.softmax import log_sum_exp, normalised
-
-
-@device_struct
-class HeadScales:
-    """Output scales of which each KV head has one, or whose softmax scales do."""
-
-    value: Float32  # of all heads
-    in_softmax: bool  # whether each head has a softmax scale
-    in_output: bool  # whether each head has an output scale
-
-    def of(self, addresses: Addresses, head):
-        """Return the output scale of a KV head."""
-        indices = (head if own else 0 for own in (self.in_softmax, self.in_output))
-        return load_output_scale(addresses, self.value, *indices)
 
 
 @device_struct
@@ -45,9 +32,8 @@ class PackedRows:
     @staticmethod
     def create(a: Addresses, g: DecodeGeometry, tile, scale, out_bytes: int) -> "PackedRows":
         group = Int32(g.group)
-        scale = scale.of(a, tile.kv_head) if isinstance(scale, HeadScales) else scale
         first = (tile.request.o_start, tile.kv_head * group, tile.first_row)
-        return PackedRows(a, g, *first, tile.rows(group), scale, out_bytes)
+        return PackedRows(a, g, *first, tile.rows(group), output_scale_of(scale, a, tile), out_bytes)
 
     def up_to(self, most) -> "PackedRows":
         """Return at most ``most`` of these rows; a negative ``most`` gives none."""

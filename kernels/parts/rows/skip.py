@@ -14,20 +14,20 @@ from cutlass import Float32, Int32
 
 from hopwell.kernels.parts.core.device import device_struct, global_pointer
 from hopwell.kernels.parts.rows.mask import LogitRow
+from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
 
 
 @device_struct
 class SkipRule:
     factor: Float32
-    scale: Float32  # softmax scale, to base-2 logits
     pending: Any  # whether the latest tile still needs its product with V
     skipped: Any  # tiles skipped by this warpgroup, counted once per 64 rows; a tile of fewer rows counts once
 
     @staticmethod
-    def create(factor, scale) -> "SkipRule":
+    def create(factor) -> "SkipRule":
         state = [cute.make_rmem_tensor(1, Int32) for _ in range(2)]
         state[1].fill(0)
-        return SkipRule(factor, scale, *state)
+        return SkipRule(factor, *state)
 
     def note(self, counts: bool, row_blocks=1) -> None:
         """Record whether the latest tile counts, for ``row_blocks`` blocks of 64 rows."""
@@ -36,18 +36,18 @@ class SkipRule:
             self.skipped[0] += row_blocks
 
     @cute.jit
-    def unneeded(self, largest, maxima: list, row: LogitRow):
-        """Whether a tile with row maxima ``maxima`` is negligible compared with the ``largest`` scores so far.
+    def unneeded(self, softmax: OnlineSoftmax, maxima: list, row: LogitRow):
+        """Whether a tile with row maxima ``maxima`` is negligible compared with the largest scores so far.
 
         Rows of the query tile past the end of the request hold the queries of the next request, and do not vote.
         """
         excess = -Float32.inf
         for r in cutlass.range_constexpr(len(maxima)):
             # A row that has seen no key has -inf in both. The difference is NaN, which fmax ignores.
-            own = maxima[r] - largest[r] if row.positions[r] < row.kv_len else -Float32.inf
+            own = maxima[r] - softmax.largest[r] if row.positions[r] < row.kv_len else -Float32.inf
             excess = cute.arch.fmax(excess, own)
         threshold = cute.math.log2(self.factor / row.kv_len.to(Float32), fastmath=True)
-        return 1 - (excess * self.scale >= threshold).to(Int32)
+        return 1 - (excess * softmax.scale >= threshold).to(Int32)
 
     @cute.jit
     def report(self, address, is_reporter) -> None:

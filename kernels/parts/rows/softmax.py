@@ -9,7 +9,7 @@ once.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -49,10 +49,13 @@ class OnlineSoftmax:
 
     @classmethod
     def create(cls, scale, rows: int) -> "OnlineSoftmax":
-        # A scale of zero is legal (uniform attention). The smallest normal number keeps -inf * scale from being NaN.
-        scale = cute.arch.fmax(scale * LOG2_E, FLOAT32_TINY)
+        scale = _base_2(scale)
         state = [cute.make_rmem_tensor(rows, Float32) for _ in range(4)]
         return cls(scale, *state)
+
+    def with_scale(self, scale) -> "OnlineSoftmax":
+        """Return this softmax, with the same state, under another natural softmax scale."""
+        return replace(self, scale=_base_2(scale))
 
     def reset(self) -> None:
         self.reference.fill(-Float32.inf)
@@ -170,6 +173,12 @@ class OnlineSoftmax:
     def finish(self, r: int, sink, lanes_per_row: int):
         """Return (factor for the accumulated output, base-2 LSE) of row r, see :func:`normalised`."""
         return normalised(*self.partial(r, lanes_per_row), sink)
+
+
+def _base_2(scale):
+    """Return a natural softmax scale times log2(e)."""
+    # A scale of zero is legal (uniform attention). The smallest normal number keeps -inf * scale from being NaN.
+    return cute.arch.fmax(scale * LOG2_E, FLOAT32_TINY)
 
 
 @dataclass

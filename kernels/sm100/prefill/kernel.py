@@ -12,11 +12,12 @@ from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address, shared_array
+from hopwell.kernels.parts.core.device import shared_address, shared_array
 from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.partition.tiles import QueryTile, TileSchedule
+from hopwell.kernels.parts.rows import head_scales
 from hopwell.kernels.parts.rows.mask import create_mask
 from hopwell.kernels.parts.rows.padding import fill_padding
 from hopwell.kernels.parts.rows.score import ScoreMap
@@ -124,11 +125,11 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
         if warp < CORRECTION_WARP:
             self.set_registers(registers[0])
-            scale = load_scale(addresses.softmax_scale, softmax_scale)
+            scale = head_scales.softmax_scale(self.config, addresses, softmax_scale)
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
             softmax = Fp8PackedSoftmax if const_expr(self.config.uses_fp8_mma) else PackedSoftmax
             state = softmax.of(score.softmax_scale, self.config.polynomial_eighths)
-            scale = load_output_scale(addresses, output_scale)
+            scale = head_scales.output_scale(self.config, addresses, output_scale)
             parts = dict(
                 kernel=self,
                 s_ring=rings.s,
@@ -144,7 +145,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
                 tensor_memory=tensor_memory,
             )
             if const_expr(self.config.skip_softmax):
-                skip = SkipRule.create(skip_softmax, state.scale)
+                skip = SkipRule.create(skip_softmax)
                 SkippingSoftmax(**parts, skip=skip, pending=pending).run(addresses, geometry)
                 is_first = cute.arch.thread_idx()[0] % (HALVES * Q_TILE_ROWS) == 0
                 skip.report(addresses.skipped, is_first)

@@ -24,7 +24,7 @@ class SkippingSoftmax(Softmax):
 
     @cute.jit
     def weigh(self, steps: Steps, scores, row: LogitRow, maximum, done):
-        unneeded = self.skip.unneeded(self.state.largest, [maximum], row)
+        unneeded = self.skip.unneeded(self.state, [maximum], row)
         if done == 0:
             unneeded = Int32(0)
         left_out = barrier_all(unneeded, SoftmaxBarrier.TILE + steps.index, HALVES * WARPGROUP)

@@ -1,7 +1,7 @@
 """Softmax of Blackwell prefill: two threads share a row of scores, and half of their arithmetic works on pairs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import RowResults
+from hopwell.kernels.parts.rows.head_scales import output_scale_of, with_scale_of
 from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.softmax import E4M3_POWER, OnlineSoftmax, tile_reference
@@ -137,7 +138,7 @@ class Softmax:
     mask: IntervalMask
     score: ScoreMap
     state: PackedSoftmax
-    output_scale: Float32
+    output_scale: Any  # a Float32 or HeadScales
     tensor_memory: Int32
 
     @cute.jit
@@ -154,10 +155,11 @@ class Softmax:
             tile_row = index * Q_TILE_ROWS + row
             position = request.first_position + tile.first_row + tile_row
             logit_row = LogitRow((position,), request.kv_len, self.score.slope(tile.head))
-            self.state.reset()
+            role = self.of_tile(tile, addresses)
+            role.state.reset()
             if span.begin < span.end:
                 steps = Steps(scores, index, half, row, kv_step, posted, work, span.end - 1)
-                step = partial(self.step, steps, logit_row)
+                step = partial(role.step, steps, logit_row)
                 for n in cutlass.range(span.end - 1, span.full_end - 1, -1, unroll=1):
                     step(n, True)
                 for n in cutlass.range(span.full_end - 1, span.full_begin - 1, -1, unroll=1):
@@ -176,13 +178,22 @@ class Softmax:
                 tile_row = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
                 count = tile.request.q_len - tile.first_row
                 head_dim = self.kernel.config.head_dim_qk
-                results = RowResults.create(tile, count, self.score, head_dim, addresses, geometry)
-                factor = results.finish(self.state, 0, tile_row, LaneRow.lanes_per_row) * self.output_scale
+                role = self.of_tile(tile, addresses)
+                results = RowResults.create(tile, count, role.score, head_dim, addresses, geometry)
+                scale = output_scale_of(self.output_scale, addresses, tile)
+                factor = results.finish(role.state, 0, tile_row, LaneRow.lanes_per_row) * scale
                 cute.arch.sync_warp()  # rows without results have diverged the lanes
                 self.post(Q_TILES * posted + index, row, factor)
             posted += 1
             work += 1
             tile = self.work_queue.look(work)
+
+    def of_tile(self, tile, addresses) -> "Softmax":
+        """Return this role with the softmax scale of the tile's KV head, if each KV head has its own."""
+        if not self.kernel.config.k_head_scales:
+            return self
+        score, state = with_scale_of(self.score, self.state, addresses, tile.kv_head)
+        return replace(self, score=score, state=state)
 
     @cute.jit
     def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):

@@ -87,7 +87,8 @@ class Attend:
             # The matrix products synchronize the warps anyway. This barrier tells the compiler that the warps have
             # converged. Without it matrix descriptors lose their uniform registers, 20 % more instructions in the loop.
             cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + consumer, number_of_threads=WARPGROUP)
-            self.softmax.reset()
+            attend = self.of_tile(tile)
+            attend.softmax.reset()
             operands.o.fill(0.0)
             q_ring.wait_full(work)
             kv_step = self.pass_over(ping_pong, kv_step, tile.keys.end - keys.end)
@@ -99,13 +100,13 @@ class Attend:
                         self.kernel, self.tiles.q, q_stage, place.row_block, NamedBarrier.WARPGROUP, consumer
                     )
                 operands.begin(q_stage, tile, keys.end - 1)
-                main_loop.first_step(self, operands, ping_pong, q_stage, kv_step, keys.end - 1, row)
-                step = partial(main_loop.next_step, self, operands, ping_pong, q_stage, row)
+                main_loop.first_step(attend, operands, ping_pong, q_stage, kv_step, keys.end - 1, row)
+                step = partial(main_loop.next_step, attend, operands, ping_pong, q_stage, row)
                 if const_expr(self.mask.has_diagonal):
                     for n in cutlass.range(keys.end - 2, keys.full_end - 1, -1, unroll=1):
                         step(kv_step, n, True)
                         kv_step += 1
-                kv_step = main_loop.unmasked_steps(self, operands, ping_pong, q_stage, row, kv_step, keys)
+                kv_step = main_loop.unmasked_steps(attend, operands, ping_pong, q_stage, row, kv_step, keys)
                 if const_expr(self.mask.has_left_edge):
                     for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
                         step(kv_step, n, True)
@@ -113,18 +114,22 @@ class Attend:
             if const_expr(not self.stages_in_q):
                 q_ring.release(work)
             if keys.begin < keys.end:
-                main_loop.last_step(self, operands, kv_step)
+                main_loop.last_step(attend, operands, kv_step)
                 kv_step += 1
             kv_step = self.pass_over(ping_pong, kv_step, keys.begin - tile.keys.begin)
             if const_expr(self.stages_in_q):
                 place.meet()  # other lanes may have read the rows of Q that the output now overwrites
-            self.rows.store(operands, tile, work, warp_row, place.column_half)
+            attend.rows.store(operands, tile, work, warp_row, place.column_half)
             if const_expr(self.stages_in_q):
                 # The output is written through the generic proxy, the next Q through TMA's proxy.
                 cute.arch.fence_proxy("async.shared", space="cta")
                 q_ring.release(work)
             work += 1
             tile = self.work_queue.read(work)
+
+    def of_tile(self, tile) -> "Attend":
+        """Return this role as it processes a work tile. By default it is the same for all tiles."""
+        return self
 
     @cute.jit
     def pass_over(self, ping_pong, kv_step, tiles):

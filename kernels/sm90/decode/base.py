@@ -22,8 +22,9 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.core.kernel import AttentionKernel
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
+from hopwell.kernels.parts.rows.head_scales import HeadScales
 from hopwell.kernels.parts.rows.mask import IntervalMask, mask_type
-from hopwell.kernels.parts.rows.packed import HeadScales, PackedRows
+from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.sm90.common.dequant import Conversion
 from hopwell.kernels.sm90.common.kernel import K_WARP, SCHEDULE_WARP, V_WARP
 

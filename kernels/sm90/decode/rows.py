@@ -11,10 +11,11 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.partials import Combine
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import device_struct, load_float
+from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.pipeline import Rings
 from hopwell.kernels.parts.partition.split_kv import SplitTile
+from hopwell.kernels.parts.rows.head_scales import softmax_scale_of
 from hopwell.kernels.parts.rows.mask import DraftRow, IntervalMask, LogitRow, TileRange, TokenPositions
 from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
@@ -31,7 +32,7 @@ class PackedLogits:
 
     def head_scale(self, tile: SplitTile):
         """Return the softmax scale of the tile's KV head, if each head has one."""
-        return load_float(self.addresses.softmax_scale, tile.kv_head, 1.0)
+        return softmax_scale_of(self.addresses, tile.kv_head)
 
     def logit_row(self, tile: SplitTile, warp_row, fragment: Any = RowFragment) -> LogitRow:
         """Return the rows that a lane holds in a ``fragment`` of scores whose first row is ``warp_row``."""

@@ -14,12 +14,13 @@ from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Geometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
-from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address
+from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Rings, Roles
 from hopwell.kernels.parts.load.kv_source import KvOperand
 from hopwell.kernels.parts.partition.tiles import AlternatingSchedule, TileSchedule
+from hopwell.kernels.parts.rows import head_scales
 from hopwell.kernels.parts.rows.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.rows.mask import create_mask
 from hopwell.kernels.parts.rows.padding import fill_padding
@@ -42,7 +43,7 @@ from hopwell.kernels.sm90.common.operands import Operands, RowOperands
 from hopwell.kernels.sm90.prefill.fp8 import NSliceLoop, NSliceOperands
 from hopwell.kernels.sm90.prefill.fp8_promotion import PROMOTED_BYTES, PromotedOperands, PromotingLoop
 from hopwell.kernels.sm90.prefill.overlapped import OverlappedLoop, PairedLoop, PairedOperands
-from hopwell.kernels.sm90.prefill.rows import PrefillRows
+from hopwell.kernels.sm90.prefill.rows import HeadScaledAttend, PrefillRows
 from hopwell.kernels.sm90.prefill.skip import SkippingLoop
 
 
@@ -150,17 +151,18 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
     ) -> None:
         """Run the consumer warpgroups."""
         self.set_registers(self.tile.consumer_registers)
-        scale = load_scale(addresses.softmax_scale, softmax_scale)
+        scale = head_scales.softmax_scale(self.config, addresses, softmax_scale)
         score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
         kind = TileSoftmax if self.config.uses_fp8_mma else OnlineSoftmax
         softmax = kind.create(score.softmax_scale, RowFragment.rows)
-        scale = load_output_scale(addresses, output_scale)
+        scale = head_scales.output_scale(self.config, addresses, output_scale)
         shared = (self, tiles, mask, score, softmax)
         rows = PrefillRows(*shared, scale, self.tile_shape(geometry), addresses, geometry)
         main_loop = self.main_loop
         if const_expr(self.config.skip_softmax):
-            main_loop = SkippingLoop(SkipRule.create(skip_softmax, softmax.scale))
-        consumer = Attend(
+            main_loop = SkippingLoop(SkipRule.create(skip_softmax))
+        role = HeadScaledAttend if const_expr(self.config.k_head_scales) else Attend
+        consumer = role(
             kernel=self,
             tiles=tiles,
             rings=rings,

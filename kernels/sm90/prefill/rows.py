@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 
 from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.launch.arguments import Addresses, Geometry
@@ -14,10 +14,12 @@ from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.partition.tiles import QueryTile
 from hopwell.kernels.parts.rows.epilogue import RowResults, output_rows
+from hopwell.kernels.parts.rows.head_scales import output_scale_of, with_scale_of
 from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow, TileRange
 from hopwell.kernels.parts.rows.query_rows import QueryRows, request_shape
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
+from hopwell.kernels.sm90.common.attend import Attend
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS
 
 
@@ -30,7 +32,7 @@ class PrefillRows:
     mask: IntervalMask
     score: ScoreMap
     softmax: OnlineSoftmax
-    output_scale: Float32
+    output_scale: Any  # a Float32 or HeadScales
     tile_shape: TileShape
     addresses: Addresses
     geometry: Geometry
@@ -85,13 +87,23 @@ class PrefillRows:
             out = replace(out, count=cutlass.min(out.count, rows.shape.tokens))
         # Warpgroups that share rows have the same statistics. Only the first one writes them.
         count_once = out.count if column_half == 0 else Int32(0)
-        factors = []
+        scale, factors = output_scale_of(self.output_scale, addresses, tile), []
         for r in cutlass.range_constexpr(output.rows):
             if const_expr(r == 0 or config.packs_heads):
                 part = replace(tile, head=tile.head + rows.head(r))
                 results = RowResults.create(part, count_once, self.score, config.head_dim_qk, addresses, geometry)
             token = rows.token(output.row_offset(r), r) + output.first_row()
-            factors.append(results.finish(self.softmax, r, token, output.lanes_per_row) * self.output_scale)
+            factors.append(results.finish(self.softmax, r, token, output.lanes_per_row) * scale)
         consumer_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
         staging = self.kernel.output_staging(self.tiles, consumer_warp)
         out.store(output, factors, staging, rows, self.kernel.out_dtype)
+
+
+class HeadScaledAttend(Attend):
+    """The consumer role of prefill whose KV heads have softmax scales of their own, read once for each work tile."""
+
+    def of_tile(self, tile: QueryTile) -> Attend:
+        """Return this role with the softmax scale of the tile's KV head."""
+        score, softmax = with_scale_of(self.score, self.softmax, self.rows.addresses, tile.kv_head)
+        rows = replace(self.rows, score=score, softmax=softmax)
+        return replace(self, score=score, softmax=softmax, rows=rows)

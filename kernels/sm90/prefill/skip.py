@@ -37,7 +37,7 @@ class SkippingLoop(MainLoop):
         scores = operands.scores()
         attend.to_logits(scores, n, row, masked)
         maxima = [attend.softmax.maximum(scores, r) for r in range(scores.rows)]
-        unneeded = self.skip.unneeded(attend.softmax.largest, maxima, row)
+        unneeded = self.skip.unneeded(attend.softmax, maxima, row)
         if barrier_all(unneeded, NamedBarrier.WARPGROUP + ping_pong.consumer, WARPGROUP):
             self.skip.note(False)
         else:

@@ -19,6 +19,7 @@ from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.support import BLACKWELL
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 
 # Common head dims of models, and the most different kernels: three consumer warpgroups with few registers each, two of
 # them, different widths of K and V, and the widest output of a warpgroup.
@@ -26,6 +27,15 @@ MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 CONTIGUOUS, ROWS = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0)
 PAGES16, PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)
 TOPK = (KvFetch.TOPK_ROWS, 0)
+# Head dims, page sizes and masks compiled only on demand.
+RARER = [
+    PrefillConfig("sm_90a", "bf16", "bf16", 72, 72, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0),
+    PrefillConfig("sm_90a", "bf16", "bf16", 248, 248, MaskKind.CAUSAL, *PAGES16),
+    PrefillConfig("sm_90a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, *ROWS, uneven_pages=True),
+    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
+    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 8, uneven_pages=True),
+    Sm120PrefillConfig("sm_120a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
+]
 
 
 def shipped_of(dims: tuple[int, int]) -> list[PrefillConfig]:
@@ -245,6 +255,9 @@ def covering_decode_configs() -> list[DecodeConfig]:
         (160, MaskKind.FULL, PAGES16, SWAP_AB_ROWS[0], ("bf16", "bf16")),
         (96, MaskKind.SLIDING_WINDOW, PAGES16, splitting.ROWS, ("bf16", "bf16")),
         (160, MaskKind.DRAFT, ROWS, splitting.ROWS, ("bf16", "bf16")),
+        (96, MaskKind.FULL, ROWS, SWAP_AB_ROWS[0], ("bf16", "bf16")),
+        (192, MaskKind.DRAFT, ROWS, SWAP_AB_ROWS[0], ("bf16", "bf16")),
+        (192, MaskKind.SLIDING_WINDOW, PAGES16, splitting.ROWS, ("bf16", "bf16")),
         ((192, 128), MaskKind.DRAFT, PAGES16, SWAP_AB_ROWS[0], ("bf16", "bf16")),
         ((192, 128), MaskKind.FULL, PAGES16, splitting.ROWS, ("bf16", "bf16")),
     ]
@@ -328,6 +341,9 @@ def covering_sm120_decode_configs() -> list[DecodeConfig | MlaConfig]:
         ("bf16", 256, draft, PAGES64, KvType.NVFP4, 8),
         ("bf16", 80, draft, ROWS, KvType.NVFP4, 8),
         ("bf16", 160, window, PAGES16, KvType.NVFP4, 8),
+        ("bf16", 96, full, PAGES16, KvType.NVFP4, 8),
+        ("bf16", 192, draft, ROWS, KvType.NVFP4, 8),
+        ("bf16", (192, 128), draft, PAGES16, KvType.NVFP4, 8),
         ("bf16", (192, 128), window, ROWS, KvType.WIDE, 16),
         ("bf16", (192, 128), draft, PAGES16, KvType.E4M3, 8),
     ]
@@ -376,3 +392,23 @@ COVERING_DECODE = covering_decode_configs()
 COVERING_MLA = covering_mla_configs()
 COVERING_SM120_DECODE = covering_sm120_decode_configs()
 COVERING_PAIR_MLA = covering_pair_mla_configs()
+
+
+def head_scale_configs() -> list[PrefillConfig]:
+    """Return prefill kernels with scales of each KV head: every class of operands that takes them, with packed heads
+    and without."""
+    scales: dict[str, Any] = dict(k_head_scales=True, v_head_scales=True)
+    return [
+        kind(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *PAGES16, **choices, **scales)
+        for kind, arch, dtype, dims, choices in (
+            (PrefillConfig, "sm_90a", "bf16", (128, 128), dict(kv_type=KvType.E4M3)),
+            (PrefillConfig, "sm_90a", "bf16", (128, 128), dict(kv_type=KvType.E4M3, packs_heads=True)),
+            (PrefillConfig, "sm_90a", "bf16", (256, 256), dict(kv_type=KvType.E4M3)),
+            (PrefillConfig, "sm_90a", "bf16", (192, 128), dict(kv_type=KvType.NVFP4)),
+            (PrefillConfig, "sm_90a", "e4m3", (128, 128), {}),
+            (PrefillConfig, "sm_90a", "e4m3", (192, 128), dict(packs_heads=True)),
+            (Sm120PrefillConfig, "sm_120a", "bf16", (128, 128), dict(kv_type=KvType.E4M3)),
+            (Sm120PrefillConfig, "sm_120a", "e4m3", (128, 128), {}),
+            (Sm100PrefillConfig, "sm_100a", "e4m3", (128, 128), {}),
+        )
+    ]
