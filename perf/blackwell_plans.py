@@ -8,20 +8,24 @@ from typing import Any
 
 from tabulate import tabulate
 
-from hopwell.perf.blackwell_kernels import LATENT_DIMS, NVFP4_BITS, leaves, mla
+from hopwell.kernels.sm100.mla.correction import RESCALED_COLUMNS
+from hopwell.perf.blackwell_kernels import LATENT_DIMS, NVFP4_BITS, leaves, mla, pair_prefill, prefill
 from hopwell.perf.blackwell_rates import Rates
 from hopwell.perf.calibration import DECODE as DECODE_FAMILY
 from hopwell.perf.calibration import MLA as MLA_FAMILY
+from hopwell.perf.calibration import PREFILL as PREFILL_FAMILY
 from hopwell.perf.calibration import spread, steady_step
 from hopwell.perf.decode_workloads import DECODE, Decode
 from hopwell.perf.mla_workloads import MLA
 from hopwell.perf.model import PrefillLoop, seconds
-from hopwell.perf.prefill_workloads import Prefill
+from hopwell.perf.prefill_workloads import PREFILL, Prefill
 from hopwell.perf.quantized import BF16, E4M3
 from hopwell.perf.steps import Step
 
 HEADERS = ["kernel", "cycles a step", "limited by", "then", "case", "model", "range"]
 _TYPES = {8: ("e4m3", E4M3), 16: ("bf16", BF16)}
+_ALL_CASES: tuple[Prefill | Decode, ...] = (*PREFILL, *DECODE, *MLA)
+_CASES: dict[str, Any] = {case.name: case for case in _ALL_CASES}
 
 
 @dataclass(frozen=True)
@@ -42,29 +46,63 @@ class Plan:
 
 
 def plans(rates: Rates) -> Iterator[Plan]:
-    """Yield the planned kernels of an architecture."""
-    named = {case.name: case for case in (*DECODE, *MLA)}
-    for name, case, width, share, packed in (
-        ("MLA bf16, pair of CTAs", "M1", 16, 2 / 3, False),
-        ("MLA bf16, lists by gather4", "S1", 16, 2 / 3, False),
-        ("MLA e4m3, pair of CTAs", "M1-fp8", 8, 8 / 9, False),
-        ("MLA over rows of 656 bytes, lists", "S1-fp8", 16, 2 / 3, True),
-    ):
-        yield Plan(name, named[case], mla(width, share, packed_rows=packed), MLA_FAMILY)
+    """Yield the planned kernels of an architecture, and the compiled MLA kernel, which the first rows describe."""
+    yield from _prefill_plans()
+    yield from _mla_plans()
+    yield from _decode_plans()
+
+
+def _prefill_plans() -> Iterator[Plan]:
+    # With a warpgroup that dequantizes there are no registers for four softmax warpgroups: a thread has a whole row.
     d128 = (128, 128)
-    grouped: tuple[tuple[str, str, int, float], ...] = (
-        ("decode bf16, 8 rows", "D2", 8, 16),
-        ("decode bf16, 32 rows", "D2-q4", 32, 16),
-        ("decode e4m3, 8 rows", "D2-fp8", 8, 8),
-        ("decode NVFP4, 8 rows", "D2-nvfp4", 8, NVFP4_BITS),
+    for name, case, loop in (
+        ("prefill bf16, head dim 256, pair of CTAs", "d256-16384", pair_prefill(256, 16)),
+        ("prefill bf16, head dim 256, pair of CTAs", "P8", pair_prefill(256, 16)),
+        ("prefill bf16 over e4m3", "P1-fp8-cache", prefill(d128, 16, cache_bits=8)),
+        ("prefill bf16 over NVFP4", "P1-nvfp4-cache", prefill(d128, 16, cache_bits=NVFP4_BITS)),
+        ("prefill e4m3 over NVFP4", "P1-fp8-nvfp4", prefill(d128, 8, cache_bits=NVFP4_BITS)),
+    ):
+        yield Plan(name, _CASES[case], loop, PREFILL_FAMILY)
+
+
+def _mla_plans() -> Iterator[Plan]:
+    compiled: dict[str, Any] = dict(rescaled_at_once=RESCALED_COLUMNS)
+    for name, case, step in (
+        ("MLA bf16, Q in shared memory, compiled", "M1", mla(16, **compiled)),
+        ("MLA bf16, 2/3 of Q in tensor memory", "M1", mla(16, 2 / 3)),
+        ("MLA bf16, and V shared with K", "M1", mla(16, 2 / 3, shares_keys=True)),
+        ("MLA bf16, lists by gather4", "S1", mla(16, 2 / 3)),
+        ("MLA e4m3, Q in shared memory, compiled", "M1-fp8", mla(8, **compiled)),
+        ("MLA e4m3, 128 columns of O at once", "M1-fp8", mla(8)),
+        ("MLA e4m3, and 8/9 of Q in tensor memory", "M1-fp8", mla(8, 8 / 9)),
+        ("MLA e4m3, and V shared with K", "M1-fp8", mla(8, 8 / 9, shares_keys=True)),
+        ("MLA over rows of 656 bytes, lists", "S1-fp8", mla(16, 2 / 3, packed_rows=True)),
+    ):
+        yield Plan(name, _CASES[case], step, MLA_FAMILY)
+
+
+def _decode_plans() -> Iterator[Plan]:
+    d64, d128, d256 = ((dim, dim) for dim in (64, 128, 256))
+    rows: tuple[tuple[str, str, tuple[int, int], int, float], ...] = (
+        ("decode bf16, 8 rows", "D2", d128, 8, 16),
+        ("decode bf16, 8 rows", "L8", d128, 8, 16),
+        ("decode bf16, 8 rows", "b1-4096", d128, 8, 16),
+        ("decode bf16, 32 rows", "D2-q4", d128, 32, 16),
+        ("decode bf16, 64 rows", "D2-q8", d128, 64, 16),
+        ("decode bf16, head dim 64, 8 rows", "D2-d64", d64, 8, 16),
+        ("decode bf16, head dim 256, 8 rows", "D2-d256", d256, 8, 16),
+        ("decode e4m3, 8 rows", "D2-fp8", d128, 8, 8),
+        ("decode e4m3, 32 rows", "D2-q4-fp8", d128, 32, 8),
+        ("decode NVFP4, 8 rows", "D2-nvfp4", d128, 8, NVFP4_BITS),
+        ("decode NVFP4, 16 rows", "D2-q2-nvfp4", d128, 16, NVFP4_BITS),
     )
-    for name, case, rows, bits in grouped:
-        yield Plan(name, named[case], leaves(d128, rows, bits), DECODE_FAMILY)
-    for rows, case in ((16, "H16-fp8"), (64, "H64-fp8")):
+    for name, case, dims, packed, bits in rows:
+        yield Plan(name, _CASES[case], leaves(dims, packed, bits), DECODE_FAMILY)
+    for packed, case in ((16, "H16-fp8"), (64, "H64-fp8")):
         for width, (kind, dtype) in _TYPES.items():
-            step = leaves(LATENT_DIMS, rows, width, latent=True)
-            latent = replace(named[case], name=case.removesuffix("-fp8"), kv_dtype=dtype)
-            yield Plan(f"MLA {kind}, {rows} rows", latent, step, DECODE_FAMILY)
+            step = leaves(LATENT_DIMS, packed, width, latent=True)
+            latent = replace(_CASES[case], name=case.removesuffix("-fp8"), kv_dtype=dtype)
+            yield Plan(f"MLA {kind}, {packed} rows", latent, step, DECODE_FAMILY)
 
 
 def table(rates: Rates) -> str:

@@ -174,13 +174,14 @@ RATES = {rates.arch: rates for rates in (B200, B300)}
 def mma_interval(rows: int, columns: int, *, pair: bool, a_in_tensor_memory: bool) -> tuple[float, float]:
     """Return the cycles of a tcgen05.mma in a row of such instructions, and of the signal at its end.
 
-    Below N 64 nothing is published. Assumption: both operands are read at 128 bytes a cycle, wherever A is.
+    Below N 64 nothing is published. Assumption: both operands are read at 128 bytes a cycle, wherever A is. M 256 with
+    A in tensor memory is not published either. Assumption: it takes the cycles of A in shared memory.
 
     Raises:
         ValueError: no such instruction was measured.
     """
-    key = (rows, pair, a_in_tensor_memory)
-    row = next((one for one in MMA_INTERVALS if (one.rows, one.pair, one.a_in_tensor_memory) == key), None)
+    known = {(one.rows, one.pair, one.a_in_tensor_memory): one for one in MMA_INTERVALS}
+    row = known.get((rows, pair, a_in_tensor_memory), known.get((rows, pair, False)))
     if row is None:
         raise ValueError(f"no published interval of M {rows}, pair {pair}, A in tensor memory {a_in_tensor_memory}")
     if columns >= min(_N):

@@ -10,7 +10,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from hopwell.perf.blackwell_kernels import leaves, mla, prefill
+from hopwell.perf.blackwell_kernels import leaves, mla, pair_prefill, prefill
 from hopwell.perf.blackwell_rates import RATES, Rates
 from hopwell.perf.decode_workloads import Decode
 from hopwell.perf.mla_workloads import Mla
@@ -21,7 +21,7 @@ from hopwell.perf.steps import Step
 
 PREFILL, MLA, DECODE = "prefill", "MLA", "decode"
 # Largest distance of model / published from 1, over all rows of a family.
-BANDS = {PREFILL: 0.15, MLA: 0.15, DECODE: 0.25}
+BANDS = {PREFILL: 0.25, MLA: 0.15, DECODE: 0.35}
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ def steady_step(loop: PrefillLoop | Step) -> Step:
     return loop.steady if isinstance(loop, PrefillLoop) else loop
 
 
-def _prefill(batch: int, length: int, *, causal: bool, heads: int = 16, **types: Any) -> Prefill:
+def _prefill(batch: int, length: int, *, causal: bool, heads: int = 16, dim: int = 128, **types: Any) -> Prefill:
     name, lengths = f"{batch} x {length}", (length,) * batch
-    return Prefill(name, name, lengths, lengths, heads, heads, 128, 128, causal=causal, **types)
+    return Prefill(name, name, lengths, lengths, heads, heads, dim, dim, causal=causal, **types)
 
 
-def _decode(batch: int, length: int, kv_heads: int = 8) -> Decode:
-    return Decode(f"{batch} x {length}", f"{batch} x {length}", (length,) * batch, kv_heads=kv_heads)
+def _decode(batch: int, length: int, kv_heads: int = 8, **options: Any) -> Decode:
+    return Decode(f"{batch} x {length}", f"{batch} x {length}", (length,) * batch, kv_heads=kv_heads, **options)
 
 
 def _mla(batch: int, length: int, **options: Any) -> Mla:
@@ -93,7 +93,27 @@ _DECODE_TIMES = {
     (64, 16384): 598.0,
 }
 _DECODE_FITS = ((1, 1024), (8, 4096))
+# Its sources are the result files of 2026-09: decode_sweep of a B200, qwen35 of a GB200.
+_CUDNN_RESULTS = "cudnn-frontend, benchmark/attention_inference/results"
+_CUDNN_DECODE_TIMES = {
+    (1, 8192): 10.9,
+    (1, 131072): 94.5,
+    (8, 8192): 54.8,
+    (32, 8192): 172.2,
+    (128, 8192): 615.0,
+    (128, 131072): 9494.0,
+}
 PUBLISHED = (
+    *(
+        Published(
+            "cuDNN, bf16, head dim 256",
+            _prefill(1, length, causal=True, dim=256, heads=heads),
+            rate,
+            f"{_CUDNN_RESULTS}, GB200",
+            pair_prefill(256, 16),
+        )
+        for length, heads, rate in ((8192, 32, 1722), (32768, 16, 1934))
+    ),
     Published("FlashAttention 4, bf16", _LONG, 1605, "the authors' highest figure, 71 %", _FA4),
     Published("FlashAttention 4, bf16", _LONG, 1882, "flash-attention #2605", _FA4_WITHOUT_POLYNOMIALS, "sm_103a"),
     *(
@@ -117,7 +137,18 @@ PUBLISHED = (
         )
         for shape, time in _DECODE_TIMES.items()
     ),
+    Published(
+        "trtllm-gen decode, bf16, 4 new tokens",
+        _decode(64, 16384, q_len=4),
+        621,
+        "flashinfer #3360",
+        leaves(_D128, 32),
+    ),
     Published("cuDNN decode, bf16", _decode(32, 4096, 4), 44, "cudnn-frontend #1094", leaves(_D128, 16)),
+    *(
+        Published("cuDNN decode, bf16", _decode(*shape), time, _CUDNN_RESULTS, leaves(_D128, 8))
+        for shape, time in _CUDNN_DECODE_TIMES.items()
+    ),
 )
 
 

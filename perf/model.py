@@ -50,16 +50,18 @@ FACTOR_BYTES = 2 * Q_TILES * Q_TILE_ROWS * 4  # of a step: a factor for each row
 
 @dataclass(frozen=True)
 class PrefillLoop:
-    """A prefill kernel as data: its step, and the ends of a work tile of two query tiles."""
+    """A prefill kernel as data: its step, and the ends of a work tile of two query tiles. Times are of one of the
+    ``ctas`` CTAs that share a work tile."""
 
     steady: Step
     masked: Step  # the step with a mask
     first: Operation  # softmax of a work tile's first step, until the first P
     score: Mma  # of a query tile
     value: Mma  # the same, followed by an S
-    q_bytes: int  # of both query tiles
-    store: Operation  # of O of a query tile
+    q_bytes: int  # of a CTA's query tiles
+    store: Operation  # of O, half of a CTA's query tiles
     bits: int = 16  # of an element of Q, K and V
+    ctas: int = 1
     scores_ahead: bool = False  # whether the first S of a work tile is issued behind the last P V of the one before
 
 
@@ -75,6 +77,7 @@ class KernelModel:
     store: float  # until tensor memory has been stored, beyond the hidden part
     keys: int  # of a step
     bits: int = 16
+    ctas: int = 1  # that share a work tile
 
     @property
     def per_work_tile(self) -> float:
@@ -98,7 +101,8 @@ def kernel_model(loop: PrefillLoop, rates: Rates) -> KernelModel:
     # The store of O starts after its last product. Its tensor memory is needed again after the other tile's product,
     # the next S and its softmax.
     store = Q_TILES * loop.store.latency(rates) - (steady.cycles / Q_TILES + score + softmax)
-    kernel = KernelModel(steady, masked, 0.0, drain, max(q_wait, 0.0), max(store, 0.0), loop.steady.keys, loop.bits)
+    ends = drain, max(q_wait, 0.0), max(store, 0.0)
+    kernel = KernelModel(steady, masked, 0.0, *ends, loop.steady.keys, loop.bits, loop.ctas)
     return replace(kernel, mma=loop.steady.flop / kernel.flop)
 
 
@@ -162,7 +166,9 @@ def compiled(does: Work, config: Sm100PrefillConfig, rates: Rates) -> PrefillLoo
     q_bytes = rows * config.layout.q_columns * 2  # the config counts halfwords
     bits = 8 if config.uses_fp8_mma else 16
     first = Code(does.masked_softmax, threads, until=-2, sharers=HALVES)
-    return PrefillLoop(step(does.softmax), step(does.masked_softmax), first, score, value, q_bytes, store, bits, True)
+    return PrefillLoop(
+        step(does.softmax), step(does.masked_softmax), first, score, value, q_bytes, store, bits, scores_ahead=True
+    )
 
 
 class SoftmaxTimes(NamedTuple):
@@ -241,7 +247,7 @@ def predict(case: Prefill, kernel: KernelModel, rates: Rates = B200) -> Predicti
     masked, full = (sum(getattr(tile, kind) for tile in tiles) for kind in ("masked", "full"))
     in_steps = masked * kernel.masked.cycles + full * kernel.steady.cycles
     busy = in_steps + len(tiles) * kernel.per_work_tile
-    ends = [0.0] * rates.sms
+    ends = [0.0] * (rates.sms // kernel.ctas)
     for tile in tiles:
         cycles = tile.masked * kernel.masked.cycles + tile.full * kernel.steady.cycles + kernel.per_work_tile
         heapq.heapreplace(ends, ends[0] + cycles)
@@ -252,10 +258,10 @@ def predict(case: Prefill, kernel: KernelModel, rates: Rates = B200) -> Predicti
         case=case,
         kernel=kernel,
         seconds=seconds,
-        visible=case.work / (multiplied * kernel.flop),
+        visible=case.work / (multiplied * kernel.flop * kernel.ctas),
         tensor_cores=multiplied / in_steps,
         in_steps=in_steps / busy,
-        balance=busy / (rates.sms * max(ends)),
+        balance=busy * kernel.ctas / (rates.sms * max(ends)),
         launch=max(ends) / cycles,
         hbm=case.demand[READ] / rates.hbm_bytes / seconds,
     )

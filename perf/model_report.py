@@ -53,8 +53,8 @@ the range of a prediction below is its value divided by the largest and by the l
 "fit" gave the model a rate, so they confirm nothing.
 """
 
-_PLANS = """Steps of kernels that are not written. Softmax latencies are estimates, checked against the compiled 16-bit
-kernel.
+_PLANS = """Steps of kernels that are not written, and of the compiled MLA kernel beside them. Latencies of softmax and of
+rescales of O are estimates, checked against the compiled kernels.
 """
 
 _ASSUMPTIONS = """## Assumptions
@@ -76,6 +76,10 @@ _ASSUMPTIONS = """## Assumptions
 * CTAs take work tiles one by one in the kernel's order.
 * The clock does not fall under load. A B200 lowers it at its power limit, which dense products reach.
 * Decode and MLA spread keys evenly over all SMs, and add one launch. Pieces and their merge are left out.
+* Issue slots of decode are counted in the machine code of the mma.sync kernels. The warp that issues products shares no
+  sub-partition with a warp that loads.
+* An arrival at a barrier of another CTA costs what an arrival at an own barrier costs. The GPU-wide fence that ptxas
+  makes of a release in cluster scope is left out.
 """
 
 
@@ -98,8 +102,8 @@ def report(arch: str) -> str:
         "## Planned kernels\n",
         _PLANS,
         blackwell_plans.table(rates),
-        "## Cycles of a step, by unit\n\nPrefill: both query tiles of 128 rows, without a mask. MLA: one CTA of a "
-        "pair. The largest limits.\n",
+        "## Cycles of a step, by unit\n\nPrefill: both query tiles of 128 rows, without a mask. MLA, and prefill at "
+        "head dim 256: one CTA of a pair. The largest limits.\n",
         unit_table(
             {one.case.name: one.kernel.steady for one in predictions}
             | {one.name: calibration.steady_step(one.loop).time(rates) for one in blackwell_plans.plans(rates)}

@@ -15,8 +15,8 @@ from hopwell.perf.blackwell_rates import Rates, mma_interval, operand_bytes
 
 MUFU, FMA, ALU, CONVERSION = "MUFU", "FMA", "ALU", "conversion"  # units of a lane
 MMA, SHARED, TENSOR_MEMORY, ISSUE = "MMA", "shared memory", "tensor memory", "issue"
-L2, MEMORY, CHAIN = "L2", "memory", "softmax chain"
-UNITS = (MMA, SHARED, MUFU, FMA, ALU, CONVERSION, ISSUE, TENSOR_MEMORY, L2, MEMORY, CHAIN)
+L2, MEMORY, CHAIN, OUTPUT_CHAIN = "L2", "memory", "softmax chain", "chain of O"
+UNITS = (MMA, SHARED, MUFU, FMA, ALU, CONVERSION, ISSUE, TENSOR_MEMORY, L2, MEMORY, CHAIN, OUTPUT_CHAIN)
 
 Busy = Mapping[str, float]
 
@@ -208,11 +208,49 @@ class Softmax:
 
 
 @dataclass(frozen=True)
+class Rescale:
+    """Correction of O in tensor memory by a warpgroup: each thread loads, multiplies and stores columns of its lane.
+
+    This estimates the code that ptxas makes. ``tests/perf/test_calibration.py`` compares it with the compiled MLA
+    kernel.
+
+    Attributes:
+        columns: of a lane.
+        at_once: columns that a thread has in registers between load and store.
+        packed: whether an instruction multiplies two columns.
+        always: whether rows move in every step, and not only in the steps that ``Rates.rescaling`` counts.
+    """
+
+    columns: int
+    at_once: int
+    packed: bool = False
+    always: bool = False
+
+    _AROUND = 150  # cycles: the decision to rescale before the first load, the fences behind the last store
+    _CHUNK = 3  # cycles between a load and its first product
+
+    def _share(self, rates: Rates) -> float:
+        return 1.0 if self.always else rates.rescaling
+
+    def busy(self, rates: Rates) -> Busy:
+        columns, size = self._share(rates) * self.columns, 4 * WARPGROUP
+        multiplies = columns / (2 if self.packed else 1)
+        return Instructions({FMA: WARPGROUP * columns}, multiplies, size * columns, size * columns).busy(rates)
+
+    def latency(self, rates: Rates) -> float:
+        products = self.at_once / (2 if self.packed else 1)
+        chunk = rates.tensor_load_latency + products + self._CHUNK
+        return self._AROUND + self._share(rates) * self.columns / self.at_once * chunk
+
+
+@dataclass(frozen=True)
 class Chain:
-    """Operations that wait for each other, from one step to the next; ``in_flight`` such chains run side by side."""
+    """Operations that wait for each other, from one step to the next; ``in_flight`` such chains run side by side.
+    ``name`` is the unit of :data:`UNITS` that they count as."""
 
     operations: tuple[Operation, ...]
     in_flight: int = 1
+    name: str = CHAIN
 
     def cycles(self, rates: Rates) -> float:
         return sum(one.latency(rates) for one in self.operations) / self.in_flight
@@ -232,7 +270,8 @@ class Step:
         for one in self.operations:
             for unit, cycles in one.busy(rates).items():
                 total[unit] += cycles
-        total[CHAIN] = max((chain.cycles(rates) for chain in self.chains), default=0.0)
+        for chain in self.chains:
+            total[chain.name] = max(total[chain.name], chain.cycles(rates))
         return StepTime(total)
 
     def rate(self, rates: Rates) -> float:
