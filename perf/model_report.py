@@ -53,8 +53,8 @@ the range of a prediction below is its value divided by the largest and by the l
 "fit" gave the model a rate, so they confirm nothing.
 """
 
-_PLANS = """Steps of kernels that are not written, and of the compiled MLA kernel beside them. Latencies of softmax and of
-rescales of O are estimates, checked against the compiled kernels.
+_PLANS = """Steps of kernels that are not written, and of the compiled MLA kernel beside them. Latencies of softmax and
+of rescales of O are estimates, checked against the compiled kernels.
 """
 
 _ASSUMPTIONS = """## Assumptions
