@@ -79,17 +79,18 @@ def cudnn_batch_prefill_with_kv_cache(
         causal: whether to mask.
         return_lse: whether to compute and return the log-sum-exp.
         batch_offsets_q: int32, uint32 or int64, contiguous, batch or batch + 1 elements, of which the first batch
-            count: the start of each request in q, in elements of storage from q's first element: token * q.stride(0).
-            This is token * num_heads * head_dim for a contiguous q, and 3 times that for a slice of [tokens, 3,
-            num_heads, head_dim]. An offset inside a token counts as the token's start. It comes together with
-            ``batch_offsets_o``. Both are required for more than one request; without them the request starts at token
-            0.
+            count. An offset is the start of a request in q, in elements of storage from q's first element: token *
+            q.stride(0). This is token * num_heads * head_dim for a contiguous q, and 3 times that for a slice of
+            [tokens, 3, num_heads, head_dim]. An offset inside a token counts as the token's start. It comes together
+            with ``batch_offsets_o``. Both are required for more than one request; without them the request starts at
+            token 0.
         batch_offsets_o: the same in the output (token * num_heads * V head_dim if it is allocated).
         batch_offsets_k: the same in ragged K (token * k_cache.stride(0)). It comes together with ``batch_offsets_v``;
             both are required for more than one request with ragged K and V, and refused with pages.
         batch_offsets_v: the same in ragged V (token * v_cache.stride(0)).
-        batch_offsets_stats: the same in the log-sum-exp (row * num_heads), which it makes ragged: row t of request b is
-            row offset + t of ``lse`` seen as [rows, num_heads]. None pads: row t of request b is ``lse[b, t]``.
+        batch_offsets_stats: the same in the log-sum-exp (row * num_heads). It makes the log-sum-exp ragged: row t of
+            request b is row offset + t of ``lse`` seen as [rows, num_heads]. None pads: row t of request b is ``lse[b,
+            t]``.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates.
         lse: float32 [batch, max_token_per_sequence, num_heads], or with ``batch_offsets_stats`` [tokens, num_heads], to
             write into, contiguous. It is written with ``return_lse`` only; None allocates. A padded lse has -inf in

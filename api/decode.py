@@ -43,13 +43,13 @@ def pack_mask(
     """Pack the mask of several new tokens per request into the bits that the decode entries take as ``mask``.
 
     The mask is given as booleans, or as a tree of drafts, in which each token sees itself and its ancestors. The call
-    does not wait for the device. ``HOPWELL_CHECK=1`` reports cycles in a tensor of parents and indices past the end;
-    without it, such an index is a root, and the tokens of a cycle see each other.
+    does not wait for the device. ``HOPWELL_CHECK=1`` reports cycles in a tensor of parents and indices past the end.
+    Without it, such an index is a root, and the tokens of a cycle see each other.
 
     Args:
         mask: bool [batch, q_len, q_len], or [tokens, q_len] for requests with different numbers of new tokens. Element
             [..., i, j] is True if new token i of a request sees new token j.
-        parents: index of each token's parent among the new tokens of its request, negative for a root, in any order:
+        parents: index of each token's parent among the new tokens of its request, negative for a root, in any order.
             int32, uint32 or int64 [batch, q_len] or [q_len], or a list of such ints, which is always checked.
         q_len_per_req: bound of the new tokens that the decode call gives; None means q_len.
 
@@ -101,11 +101,11 @@ def xqa_batch_decode_with_kv_cache(
 
         out = bmm2_scale * o_scale * softmax(bmm1_scale * q k^T over the visible keys) v  (o_scale: 16-bit output only)
 
-    A row without visible keys gives 0. Results are independent of max_seq_len and of the other requests of the batch:
-    the keys of a request are always split in the same way and combined in the same order.
+    A row without visible keys gives 0. Results are independent of max_seq_len and of the other requests of the batch.
+    The keys of a request are always split in the same way and combined in the same order.
 
     The signature and the meaning follow FlashInfer's function of this name, except that the output scale is the same
-    for every cache dtype: ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit output.
+    for every cache dtype. It is ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit output.
     (FlashInfer divides ``bmm1_scale`` by both if the cache is 16 bits wide.)
 
     Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
@@ -114,15 +114,15 @@ def xqa_batch_decode_with_kv_cache(
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
             multiple of 16 up to 256, or 512; 64, 80, 96, 128, 160, 192 or 256 with an NVFP4 cache.
-        kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1; or [pages, 1, *page], the same data
-            for both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD)
-            or [num_kv_heads, page_size, head_dim] (HND). The dtype is query's dtype, float8_e4m3fn, int8, or uint8 for
-            NVFP4 (two e2m1 values a byte, head_dim / 2 wide). num_heads is a multiple of num_kv_heads. 8-bit values,
-            and NVFP4 values times their block scales, are dequantized to 16 bits before they are multiplied. 16 bits
-            hold all of these values, so the result is at least as accurate as with a 16-bit cache of the same values.
-            Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``. V of a pair and the output may have 128
-            columns beside a head_dim of 192 (MiMo-V2). All strides except the last are multiples of 16 bytes. NVFP4
-            rows of head_dim 80 have 40 bytes, so they must be padded: ``codes[..., :40]`` of 48 bytes.
+        kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1, or [pages, 1, *page] with the same
+            data for both. A pair (K, V) has [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim]
+            (NHD) or [num_kv_heads, page_size, head_dim] (HND). The dtype is query's dtype, float8_e4m3fn, int8, or
+            uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). num_heads is a multiple of num_kv_heads. 8-bit
+            values, and NVFP4 values times their block scales, are dequantized to 16 bits before they are multiplied. 16
+            bits hold all of these values, so the result is at least as accurate as with a 16-bit cache of the same
+            values. Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``. V of a pair and the output may
+            have 128 columns beside a head_dim of 192 (MiMo-V2). All strides except the last are multiples of 16 bytes.
+            NVFP4 rows of head_dim 80 have 40 bytes, so they must be padded: ``codes[..., :40]`` of 48 bytes.
         workspace_buffer: contiguous memory of any dtype and content for partial results, best ``xqa_workspace_bytes``
             bytes or more; the kernel uses its last bytes. Calls that may run at the same time need one buffer each. If
             it is too small, hopwell uses its own memory, one allocation for each device and stream. CUDA graphs
@@ -135,14 +135,14 @@ def xqa_batch_decode_with_kv_cache(
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the device.
             The call does not read the tensor, so a negative value there makes the output NaN instead of an error. With
-            an 8-bit or NVFP4 cache also a float32 tensor [num_kv_heads] on the device: each KV head has its own scale,
-            the product of the softmax scale and the head's ``k_scale``.
+            an 8-bit or NVFP4 cache also a float32 tensor [num_kv_heads] on the device. Each KV head then has its own
+            scale, the product of the softmax scale and the head's ``k_scale``.
         bmm2_scale: factor on the output, in the same forms; of each KV head with its ``v_scale``.
         window_left: keys to the left of its own key that a row sees, 0 or more; -1 means all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
             in the dtype of query, or float8_e4m3fn (saturating) with a float8_e4m3fn or NVFP4 cache; None allocates.
-        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
-            key per head, which has no value.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor. It is the natural, unscaled logit of one
+            more key per head, which has no value.
         kv_layout: "NHD" or "HND".
         enable_pdl: programmatic dependent launch; None enables it on devices that have it.
         q_len_per_req: new tokens of each request; None means 1.
@@ -151,16 +151,16 @@ def xqa_batch_decode_with_kv_cache(
         mask: uint16 [batch, q_len_per_req, 2 * ceil(q_len_per_req / 32)], required for q_len_per_req > 1. Each row is
             read as little-endian 32-bit words; the row sees new token j if bit j % 32 of word j // 32 is set. Keys
             before the new tokens are always visible. :func:`pack_mask` makes it from booleans or from a tree.
-        kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, in the layout of
-            ``kv_cache`` with head_dim / 16 as its last size; linear for K and V. One tensor or a pair, with strides of
+        kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, linear for K and V. They
+            have the layout of ``kv_cache`` with head_dim / 16 as its last size. One tensor or a pair, with strides of
             its own; all strides except the last are multiples of 4. Rows of head_dim 80, 96 and 160 must be padded:
             ``scales[..., :6]`` of 8.
         q_cu_seq_lens: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with different
             numbers. The tensor stays on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim],
             ``q_len_per_req`` is an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 *
             ceil(q_len_per_req / 32)]. If a request has more new tokens than the bound, the first ones are computed as
-            if there were no others, and the others are not written. Rows behind the last request's rows are neither
-            read nor written.
+            if there were no others. The others are not written. Rows behind the last request's rows are neither read
+            nor written.
         lse: float32 [batch * q_len_per_req, num_heads], contiguous, to write the log-sum-exp of the scaled scores and
             sinks into, whatever the value of ``return_lse``. A row without visible keys has -inf.
         return_lse: whether to return the log-sum-exp.

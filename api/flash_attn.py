@@ -275,13 +275,13 @@ def flash_attn_with_kvcache(
     """Write new keys and values into a KV cache, if given, and compute attention of q over the cache.
 
     Causal calls with up to 64 rows (query heads of a KV head times queries) run decode kernels, which split the keys of
-    long requests; all others run prefill kernels. "As there" refers to :func:`flash_attn_func`.
+    long requests. All others run prefill kernels. "As there" refers to :func:`flash_attn_func`.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim]; with ``cu_seqlens_q`` [tokens, heads, head_dim].
         k_cache: [requests, capacity, kv_heads, head_dim]; with ``block_table`` pages [pages, page_size, kv_heads,
             head_dim]. The dtype of q, or float8_e4m3fn. hopwell views a contiguous cache as pages whose size is the
-            largest power of two that divides the capacity, up to 1024: capacities that are multiples of 64 are fast.
+            largest power of two that divides the capacity, up to 1024. Capacities that are multiples of 64 are fast.
         v_cache: the same; its head_dim may differ.
         k: new keys, bfloat16 or float16, [batch, seqlen_new, kv_heads, head_dim]; with ``cu_seqlens_k_new`` [tokens,
             kv_heads, head_dim]. They are written behind ``cache_seqlens`` keys of their request. A float8_e4m3fn cache

@@ -64,8 +64,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     All heads share one key row per token, ``kv_lora_rank + qk_rope_head_dim`` wide. Its first ``kv_lora_rank`` entries
     are also the value. In dense attention row t of q_len sees the first n = seq_len - q_len + t + 1 keys. In sparse
-    attention it sees the tokens named by the first n entries of its top-k indices, at most all entries; negative
-    entries name no token::
+    attention it sees the tokens named by the first n entries of its top-k indices. Negative entries name no token::
 
         out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v
 
@@ -79,9 +78,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     Results never depend on max_seq_len, and the same call always gives the same bits. With up to 16 rows (heads times
     new tokens), or under ``hopwell.batch_invariant(True)``, results do not depend on the other requests of the batch
-    either: the keys of a request are split in the same way and combined in the same order. Otherwise the keys of all
-    requests are cut into equal CTA parts, which is faster. CTA parts take a cooperative launch with one CTA for each SM
-    of the device. The driver refuses it if a green context or MPS leaves fewer SMs.
+    either. The keys of a request are then split in the same way and combined in the same order. Otherwise the keys of
+    all requests are cut into equal CTA parts, which is faster. CTA parts take a cooperative launch with one CTA for
+    each SM of the device. The driver refuses it if a green context or MPS leaves fewer SMs.
 
     The signature and the meaning follow FlashInfer's documentation of the function of this name.
 
@@ -119,8 +118,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the device.
             The call does not read the tensor, so a negative value there makes the output NaN instead of an error.
         bmm2_scale: factor on the output, in the same forms.
-        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
-            key per head, which has no value.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor. It is the natural, unscaled logit of one
+            more key per head, which has no value.
         enable_pdl: programmatic dependent launch; None enables it on devices that have it.
         backend: "auto", "xqa", "trtllm-gen", "cute-dsl" or, with top-k indices, "sparse". These are FlashInfer's
             implementations; here they differ only in the base of the log-sum-exp.

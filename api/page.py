@@ -51,9 +51,9 @@ def append_paged_kv_cache(
 
     The call is one launch and does not wait for the device, so CUDA graphs can capture it. Graphs may have room for
     more tokens than exist: a token with a negative batch index or position is padding and is not written. The call also
-    skips a token past the pages of its request, a token of a request that does not exist, and a token whose page id is
-    out of range. Such a token is lost; ``HOPWELL_CHECK=1`` reports it. If two tokens have the same place, it is
-    undefined which of them is written.
+    skips a token whose request does not exist, or whose position lies past the request's pages. It skips a token whose
+    page id is out of range. Such a token is lost; ``HOPWELL_CHECK=1`` reports it. If two tokens have the same place, it
+    is undefined which of them is written.
 
     Rounding is the same as in ``hopwell.layouts``. e4m3 takes x / scale rounded to nearest even, clamped at +-448.
     NVFP4 takes a block scale e4m3(max / 6) for each 16 elements of x / scale, and codes of the quotients, clamped at

@@ -16,8 +16,8 @@ An op has the arguments of its entry, with these differences:
   ``NAME_out`` writes ``out`` and, if given, ``lse``. ``trtllm_fmha_v2_prefill_stats`` and ``_out_stats`` return
   statistics, and ``trtllm_batch_context_with_kv_cache_out_nvfp4`` writes an NVFP4 output.
 
-Ops have no backward. Backward through an op raises RuntimeError, and an op that writes its arguments raises it at once
-if gradients are enabled and an input requires one.
+Ops have no backward. Backward through an op raises RuntimeError. An op that writes its arguments raises it at once if
+gradients are enabled and an input requires one.
 """
 
 from __future__ import annotations

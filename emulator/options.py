@@ -48,14 +48,14 @@ class Options:
     """How a launch is emulated.
 
     arch: the architecture kernels are compiled for and run as; None switches the emulator off.
-    schedule: ``eager`` completes asynchronous work at issue; ``late`` as late as possible, newest first; ``random``
-        draws warps and completions; ``priority`` gives each warp and asynchronous instruction a random fixed priority
+    schedule: ``eager`` completes asynchronous work at issue; ``late`` as late as possible, newest first. ``random``
+        draws warps and completions. ``priority`` gives each warp and asynchronous instruction a random fixed priority,
         and now and then demotes the winner.
     seed: of ``random`` and ``priority``; a failure prints it.
     race, proxy: detect accesses that nothing orders, and asynchronous reads of generic writes without
     fence.proxy.async.
-    sync: detect warps that wait for each other at different instructions of an aligned barrier, as compute-sanitizer's
-    synccheck does, and mbarriers that end with transaction bytes left over. Hardware permits both.
+    sync: detect mbarriers that end with transaction bytes left over. Also detect warps that wait for each other at
+    different instructions of an aligned barrier, as compute-sanitizer's synccheck does. Hardware permits both.
     strict: reads of registers, shared memory and tensor memory that were never written are errors.
     hazards: ``raise`` at the end of the launch that had them, or ``report`` only.
     banks: count shared-memory bank conflicts.

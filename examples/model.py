@@ -157,8 +157,9 @@ def generate(model, prompts, steps, cache="bf16", given=None):
 def compare(reference, logits):
     """Print how logits differ from the logits of a 16-bit cache after the same tokens.
 
-    The perplexity belongs to a text drawn from the reference: exp of the cross entropy, which is least, exp of the
-    reference's own entropy, where both are the same. Its excess is exp of the mean Kullback-Leibler divergence, less 1.
+    The perplexity belongs to a text drawn from the reference. It is exp of the cross entropy. Its least value, for
+    equal distributions, is exp of the reference's own entropy. Its excess is exp of the mean Kullback-Leibler
+    divergence, less 1.
     """
     reference, logits = reference.float(), logits.float()
     expected, found = reference.log_softmax(-1), logits.log_softmax(-1)

@@ -1,10 +1,11 @@
 """The canonical form of every entry point's arguments: one attention problem over strided views.
 
-Kernels never see an API name. An :class:`AttentionProblem` contains only views and token counts: HND and NHD, stacked
-and separate caches, packed QKV, element offsets, cumulative lengths and the rest are converted before it exists.
+Kernels never see an API name. An :class:`AttentionProblem` contains only views and token counts. Differences between
+input forms are converted before it exists: HND and NHD, stacked and separate caches, packed QKV, element offsets,
+cumulative lengths.
 
-Notation: T query tokens of all requests, B requests, H query heads, Hkv KV heads, D head dimension (Dqk and Dv if they
-differ), P page-table width.
+Notation: T is the number of query tokens of all requests, B of requests, H of query heads and Hkv of KV heads. D is the
+head dimension (Dqk and Dv if they differ) and P the page-table width.
 """
 
 from __future__ import annotations
@@ -187,16 +188,16 @@ class AttentionProblem:
         output_scale: factor on the output, in the same forms.
         sinks: [H] float32 or bfloat16 natural logits of one extra key per head with a zero value, or None.
         lse: destination of the log-sum-exp, or None.
-        statistics: destination [T, H, 2], float32, contiguous, or None. Each row of the output has its largest logit
-            divided by sqrt(Dqk), for plain scores without ``softmax_scale``, and the sum of exponentials relative to
-            that logit. Sinks are not included. A row without visible keys has (-inf, 0).
+        statistics: destination [T, H, 2], float32, contiguous, or None. A row's first value is its largest score q k^T
+            / sqrt(Dqk), without ``softmax_scale``. The second is the sum of exponentials relative to that value. Sinks
+            are not included. A row without visible keys has (-inf, 0).
         skip_softmax: kernels may skip keys whose weight is below ``skip_softmax / kv_len`` of the largest weight so
             far; 0 keeps all keys.
         skipped_tiles: one int32 on the device, to which the number of skipped (64 query rows, KV tile) pairs is added,
             or None.
         output_factor: a second factor on the output, in the same forms; only decode takes one.
         draft_mask: for MaskKind.DRAFT, contiguous uint16 pairs [T, 2 * words]. The 32-bit words of a query token have
-            one bit for each query token of its request that it sees as a key; bits at or past q_len are ignored.
+            one bit for each query token of its request that it sees as a key. Bits at or past q_len are ignored.
             Without a mask, a query token sees itself and the query tokens before it.
         token_table: the top-k indices [T, k], int32, uint32 or int64, in place of a page table, or None. An entry is a
             token of ``key``, page * page_size + row. A query token that sees n keys takes its first min(n, k) entries

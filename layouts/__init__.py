@@ -1,7 +1,7 @@
 """Memory layouts of the entry points' arguments, as views, and helpers that fill low-precision caches.
 
 The package has two audiences. The entry points convert every accepted form of an argument to the one form that kernels
-take, without a copy and without reading a value on the host:
+take. They copy nothing and read no value on the host:
 
 * ``kv_cache``: stacked, paired, HND, NHD, ragged and MLA caches as views [pages, kv_heads, page_size, head_dim].
 * ``paging``: 2-D and 3-D page tables.

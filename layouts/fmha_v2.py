@@ -73,17 +73,17 @@ def fmha_v2_inputs(
         qkv: see the table at the top of this module; all with a unit last stride.
         input_layout: one of the five names.
         batch_size: number of requests.
-        block_tables: for the paged layouts, int32, uint32 or int64: [batch_size, pages_per_request] with a stacked
-            pool; [batch_size, 2, pages_per_request] with a (K, V) pair, in which both rows count blocks from K's base
-            address (see :func:`block_offset_views`). None for other layouts.
+        block_tables: for the paged layouts, int32, uint32 or int64. [batch_size, pages_per_request] with a stacked
+            pool. [batch_size, 2, pages_per_request] with a (K, V) pair; both rows count blocks from K's base address
+            (see :func:`block_offset_views`). None for other layouts.
 
     Returns:
         Views of the caller's storage.
 
     Raises:
         TypeError: a Python type is wrong, or K and V have different dtypes.
-        ValueError: the layout is unknown, a shape is wrong, a last stride is not 1, or ``block_tables`` is missing,
-            given without pages, or in the wrong form.
+        ValueError: the layout is unknown, a shape is wrong, or a last stride is not 1. Also if ``block_tables`` is
+            missing, given without pages, or in the wrong form.
 
     >>> packed = torch.empty(100, 3, 8, 64, dtype=torch.bfloat16)
     >>> inputs = fmha_v2_inputs(packed, "PACKED_QKV", batch_size=2)
@@ -168,8 +168,8 @@ def block_offset(
 
     Raises:
         TypeError: an argument is not a tensor, or the dtypes differ.
-        ValueError: a tensor is not contiguous or has no elements, page shapes or storages differ, or V does not lie a
-            positive whole number of blocks behind K.
+        ValueError: a tensor is not contiguous or has no elements, or page shapes or storages differ. Also if V does not
+            lie a positive whole number of blocks behind K.
 
     >>> fused = torch.empty(2, 10, 16, 8, 128)
     >>> block_offset(fused[0], fused[1], "NHD")

@@ -137,9 +137,9 @@ def paged_kv_views(
     as its last dimension.
 
     Args:
-        kv_cache: a tensor [pages, 2, *page] with K at index 0 and V at index 1 of dimension 1; or [pages, 1, *page],
-            where K and V are the same data; or a tuple or list of two tensors [pages, *page].
-            ``page`` is [kv_heads, page_size, head_dim] (HND) or [page_size, kv_heads, head_dim] (NHD).
+        kv_cache: a tensor [pages, 2, *page] with K at index 0 and V at index 1 of dimension 1. In [pages, 1, *page] K
+            and V are the same data. A tuple or list of two tensors [pages, *page] has separate K and V. ``page`` is
+            [kv_heads, page_size, head_dim] (HND) or [page_size, kv_heads, head_dim] (NHD).
         kv_layout: "HND" or "NHD".
         same_pages: as in :func:`separate_kv_views`; it only affects the pair.
         name: name of ``kv_cache`` in messages.
@@ -149,8 +149,8 @@ def paged_kv_views(
 
     Raises:
         TypeError: the argument is neither a tensor nor a pair, dtypes differ, or ``kv_layout`` is not a string.
-        ValueError: the layout is unknown, the rank is wrong, dimension 1 is not 1 or 2, a last stride is not 1, or the
-            pair differs in pages, KV heads, page size or device.
+        ValueError: the layout is unknown, the rank is wrong, dimension 1 is not 1 or 2, or a last stride is not 1. Also
+            if the pair differs in pages, KV heads, page size or device.
 
     >>> stacked = torch.arange(2 * 2 * 3 * 1 * 4).view(2, 2, 3, 1, 4)  # NHD: 2 pages of 3 tokens, 1 head
     >>> key, value = paged_kv_views(stacked, "NHD")

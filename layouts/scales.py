@@ -5,7 +5,7 @@ Two layouts have the same shape and dtype and differ only by name:
 * *linear*: the scale of token t, block s is at [t, s]. K everywhere, and V in the decode functions.
 * *interleaved*: V in ``trtllm_batch_context_with_kv_cache``, unless its ``v_scale_layout`` is "linear". Each
   (page, head) tile has ``page_size`` tokens by S = head_dim / 16 blocks. The four scales of a block for four
-  consecutive tokens are neighbours: the scale of token t, block s is at row 4 * (t // 4) + s // (S / 4), column
+  consecutive tokens are neighbours. The scale of token t, block s is at row 4 * (t // 4) + s // (S / 4), column
   (s % (S / 4)) * 4 + t % 4.
 """
 

@@ -11,7 +11,7 @@ TMA_STRIDE_LIMIT = 1 << 40  # bytes, exclusive
 def tma_violation(view: torch.Tensor, name: str = "tensor") -> str | None:
     """Return the reason why TMA cannot address ``view``, or None if it can.
 
-    The rules come from ``cuTensorMapEncodeTiled``: the base address is 16-byte aligned, the last stride is one element,
+    The rules come from ``cuTensorMapEncodeTiled``. The base address is 16-byte aligned, the last stride is one element,
     and the other strides are multiples of 16 bytes below 2**40 bytes. The stride of a dimension of size 1 is never
     used, so every value is allowed there.
 

@@ -48,8 +48,8 @@ leaves; the dense rate is {DENSE_BF16 / 1e12:.0f} TFLOP/s in 16 bits.
 """
 
 _CALIBRATION = """Published kernels of other projects in the same model, described by their tiles, bytes and order. A
-speed above 1 means that the model promises more than the kernel reached. The model is believed as far as these agree:
-the range of a prediction below is its value divided by the largest and by the least speed of its family. Rows marked
+speed above 1 means that the model promises more than the kernel reached. The model is believed as far as these agree.
+The range of a prediction below is its value divided by the largest and by the least speed of its family. Rows marked
 "fit" gave the model a rate, so they confirm nothing.
 """
 

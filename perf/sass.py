@@ -1,8 +1,8 @@
 """Machine code of a cubin, and the time of one warp for a stretch of it.
 
-A SASS instruction encodes its own scheduling in the upper bits of its 128: the cycles until the next issue, and which
-of six scoreboards it sets and waits for. NVIDIA does not document this layout. CuAssembler and others found it for
-Volta to Ampere, and ptxas 13 output for sm_100a decodes sensibly with it.
+A SASS instruction has 128 bits. The upper ones encode its scheduling: the cycles until the next issue, and the
+scoreboards (of six) that it sets and waits for. NVIDIA does not document this layout. CuAssembler and others found it
+for Volta to Ampere, and ptxas 13 output for sm_100a decodes sensibly with it.
 """
 
 from __future__ import annotations

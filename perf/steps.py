@@ -1,7 +1,7 @@
 """A step of a kernel's loop as data: the operations on an SM, and the chains of operations that wait for each other.
 
-An operation states the cycles that it keeps units of the SM busy, and its latency: the cycles until an operation that
-waits for it can start. A step takes as long as its busiest unit or its slowest chain.
+An operation has two numbers: the cycles that it keeps units of the SM busy, and its latency. The latency ends when an
+operation that waits for it can start. A step takes as long as its busiest unit or its slowest chain.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Instructions:
-    """Instructions of warps: results of all lanes by unit, issue slots of the busiest sub-partition, bytes of tensor
-    memory, and the latency of the first warp."""
+    """Instructions of warps. Fields are results of all lanes by unit, issue slots of the busiest sub-partition, bytes
+    of tensor memory, and the latency of the first warp."""
 
     results: Mapping[str, float] = field(default_factory=dict)
     issue: float = 0.0
@@ -162,8 +162,8 @@ class Softmax:
     masked: bool = False
     share: float = 1.0
 
-    # Instructions and results of a lane, for each column and for each polynomial, as in the compiled kernel of head
-    # dim 128 with none and with two eighths as polynomials (2026-11-26).
+    # Instructions and results of a lane, for each column and for each polynomial. They were counted in the compiled
+    # kernel of head dim 128 with none and with two eighths as polynomials (2026-11-26).
     _INSTRUCTIONS, _FMA, _ALU, _CONVERSION = 3.6, 2.16, 0.7, 0.5
     _POLYNOMIAL = 4.5, 7.0, 2.0  # instructions, FMA and ALU results
     _BLOCK, _BLOCK_CYCLES = 32, 80  # columns of a store of P, and the cycles until its pipeline is empty

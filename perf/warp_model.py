@@ -69,37 +69,37 @@ class Card:
 CARDS = (
     Card(
         "RTX PRO 6000", 188, 2.617e9, 1792e9, _FULL | _SCALED,
-        "24064 CUDA cores, 1792 GB/s, 4000 TFLOP/s of 4 bits with sparsity (NVIDIA's data sheet, "
+        "24064 CUDA cores, 1792 GB/s, and 4000 TFLOP/s of 4 bits with sparsity (NVIDIA's data sheet, "
         "https://www.nvidia.com/content/dam/en-zz/Solutions/data-center/rtx-pro-6000-blackwell-workstation-edition/workstation-blackwell-rtx-pro-6000-workstation-edition-nvidia-us-3519208-web.pdf,"
-        " as https://github.com/atineoSE/coding-model-seeks-gpu has copied it); a boost clock of 2.617 GHz and, less "
-        "rounded, 4030.4 TFLOP/s (Table 4 of NVIDIA RTX Blackwell PRO GPU Architecture, "
+        " copied by https://github.com/atineoSE/coding-model-seeks-gpu). The boost clock is 2.617 GHz, and the 4-bit "
+        "rate less rounded 4030.4 TFLOP/s (Table 4 of NVIDIA RTX Blackwell PRO GPU Architecture, "
         "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf,"
-        " as others quote it), which is 4096 FLOP of 4 bits a cycle and multiprocessor without; of bfloat16 1024 by "
-        "NVIDIA's 467.8 TFLOP/s at 2.43 GHz for the Server Edition (https://github.com/ai-dynamo/aiconfigurator, "
-        "rtx_pro_6000_server.yaml). That edition has 1597 GB/s",
+        " as others quote it). Without sparsity this is 4096 FLOP of 4 bits a cycle and multiprocessor. In bfloat16 "
+        "it is 1024, by NVIDIA's 467.8 TFLOP/s at 2.43 GHz for the Server Edition "
+        "(https://github.com/ai-dynamo/aiconfigurator, rtx_pro_6000_server.yaml). That edition has 1597 GB/s",
     ),
     Card(
         "RTX 5090", 170, 2.407e9, 1792e9, _HALVED | _SCALED,
-        "170 multiprocessors, a boost clock of 2.407 GHz, 1792 GB/s, 209.5 TFLOP/s of 16 bits accumulated in float32 "
-        "(NVIDIA RTX Blackwell GPU Architecture V1.1, pages 46 and 47, "
-        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf, as "
-        "others quote it, https://github.com/gau-nernst/learn-cuda among them); on a smaller GeForce card, measured, "
-        "51, 102 and 202 TFLOP/s of 16 bits, 8 bits and block-scaled 8 bits "
-        "(https://github.com/flashinfer-ai/flashinfer/issues/3628), and on an RTX 5060 Ti of 36 multiprocessors at "
-        "2.57 GHz 47 TFLOP/s of bfloat16, which is 508 FLOP a cycle and multiprocessor, 185 of e4m3 and 342 of NVFP4 "
-        "in cuBLAS (https://github.com/QuantumDrizzy/BLACKWALL); 4096 FLOP of block-scaled 4 bits a cycle, measured "
-        "(https://github.com/Neroued/ninfer/pull/160)",
+        "170 multiprocessors, a boost clock of 2.407 GHz, 1792 GB/s, and 209.5 TFLOP/s of 16 bits accumulated in "
+        "float32. The source is NVIDIA RTX Blackwell GPU Architecture V1.1, pages 46 and 47, "
+        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf,"
+        " quoted by https://github.com/gau-nernst/learn-cuda and others. A smaller GeForce card was measured at 51, "
+        "102 and 202 TFLOP/s of 16 bits, 8 bits and block-scaled 8 bits "
+        "(https://github.com/flashinfer-ai/flashinfer/issues/3628). An RTX 5060 Ti of 36 multiprocessors at 2.57 GHz "
+        "was measured at 47 TFLOP/s of bfloat16, which is 508 FLOP a cycle and multiprocessor. In cuBLAS it reached "
+        "185 of e4m3 and 342 of NVFP4 (https://github.com/QuantumDrizzy/BLACKWALL). Block-scaled 4 bits were "
+        "measured at 4096 FLOP a cycle (https://github.com/Neroued/ninfer/pull/160)",
     ),
     Card(
         "DGX Spark", 48, 2.5e9, 273e9, _FULL | _SCALED,
-        "48 multiprocessors and 273 GB/s (https://github.com/NVIDIA/dgx-spark-playbooks, nvidia/cutile-kernels), 1000"
-        " TFLOP/s of 4 bits with sparsity (https://docs.nvidia.com/dgx/dgx-spark/hardware.html, as others quote it); "
-        "the clock is assumed so that half of these come out. NVIDIA publishes no rate of 16 bits, and what is "
-        "measured disagrees: by one thread of its forum a loop of nothing but products gave 213 TFLOP/s of 16, 214 of"
-        " 8 and 427 of 4 bits, and large matrix products 100 of bfloat16 and 208 of 8 bits "
+        "48 multiprocessors and 273 GB/s (https://github.com/NVIDIA/dgx-spark-playbooks, nvidia/cutile-kernels), and "
+        "1000 TFLOP/s of 4 bits with sparsity (https://docs.nvidia.com/dgx/dgx-spark/hardware.html, as others quote "
+        "it). The clock is assumed so that half of these come out. NVIDIA publishes no rate of 16 bits, and "
+        "measurements disagree. By one thread of its forum a loop of nothing but products gave 213 TFLOP/s of 16, "
+        "214 of 8 and 427 of 4 bits. Large matrix products gave 100 of bfloat16 and 208 of 8 bits "
         "(https://forums.developer.nvidia.com/t/detailed-compute-performance-metrics-for-dgx-spark/351993, as others "
-        "quote it); 92 of 16 bits, and 218 GB/s, are measured (https://github.com/huggingface/kernels/pull/283). 123 "
-        "are assumed, which is 1024 FLOP a cycle and multiprocessor as on the RTX PRO 6000",
+        "quote it). Others measured 92 of 16 bits, and 218 GB/s (https://github.com/huggingface/kernels/pull/283). "
+        "Assumed are 123, which is 1024 FLOP a cycle and multiprocessor as on the RTX PRO 6000",
     ),
 )  # fmt: skip
 

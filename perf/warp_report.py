@@ -112,7 +112,7 @@ def work_of(loop: Loop, compiled_for: str = "") -> LoopWork:
 
 
 INTRODUCTION = """Each cell has the share of the products' rate that a loop of prefill can reach, or of the bandwidth in
-decode and MLA; the unit that limits it; and the next busiest one with the share of a step that it is busy.
+decode and MLA. The unit that limits it follows, then the next busiest one with the share of a step that it is busy.
 """
 UNHIDDEN = """Measurements of the same loops on a Hopper GPU, compiled for it, beside the model's predictions. The last
 columns are the shares above if steps leave as many cycles unhidden as on Hopper.

@@ -1,14 +1,13 @@
 """Selects sets of tests, because all tests that compile kernels take hours.
 
 The core set, ``pytest --core``, is the first test of a change. It has all host tests, including tests of traced parts.
-Tests that compile and name a kernel belong to it with the kernels of ``core_kernels.py``: the first test that only
-compiles such a kernel, and the first test that runs it in the emulator. For tests that name no kernel, one case of each
-file belongs to it, so every entry runs once.
+It has two tests of each kernel of ``core_kernels.py``: the first that only compiles it and the first that runs it in
+the emulator. For tests that name no kernel, one case of each file belongs to it, so every entry runs once.
 
 The set of functions, ``pytest --functions``, runs in CI as well. It has a case of each test function. For functions
-that name kernels, its cases cover every choice in which they differ (each mask, fetch, element type, head dim) and
-every value of other parameters, such as schedules. The combination of choices within a case is arbitrary. This set
-excludes the core set.
+that name kernels, its cases cover every choice in which the kernels differ: each mask, fetch, element type and head
+dim. They also cover every value of other parameters, such as schedules. The combination of choices within a case is
+arbitrary. This set excludes the core set.
 
 Both sets exclude tests with the marker ``nightly``. Their cases run in one adverse schedule, see
 ``helpers/device/schedules.py``. The nightly set, ``pytest --nightly``, has all tests, each case in all its schedules.

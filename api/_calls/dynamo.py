@@ -55,8 +55,8 @@ def has_no_data(value: Any) -> bool:
 
 
 def is_traced(value: Any) -> bool:
-    """Return whether a call with the main tensor ``value`` goes through its op: the tensor has no data, or a dispatch
-    mode, such as the mode of ``make_fx``, would not see the launch.
+    """Return whether a call with the main tensor ``value`` goes through its op. It does if the tensor has no data, or
+    if a dispatch mode, such as ``make_fx``'s, would not see the launch.
     """
     if has_no_data(value):
         return True

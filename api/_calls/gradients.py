@@ -32,8 +32,8 @@ class Notice:
         """Warn if one of the checked ``arguments``, (name, value) pairs, requires a gradient.
 
         Raises:
-            ValueError: in place of the warning, if device data is checked (``HOPWELL_CHECK``); and if an argument has a
-                tangent of forward-mode differentiation, which would be lost.
+            ValueError: in place of the warning, if device data is checked (``HOPWELL_CHECK``). Also if an argument has
+                a tangent of forward-mode differentiation, which would be lost.
         """
         if forward_ad._current_level >= 0:
             arguments = tuple(arguments)

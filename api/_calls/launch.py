@@ -1,9 +1,8 @@
 """Launches of entry points: a call that is like an already checked call skips the checks.
 
 A call's key holds everything that the checks look at, except addresses and storage sizes: shapes, strides, dtypes,
-devices and plain values. A call with a known key needs only its operands' addresses. The checks, which raise all
-errors, run for three kinds of calls: the first call with a key, a call too malformed to have a key, and a call whose
-addresses or storage sizes are not known to be good.
+devices and plain values. A call with a known key needs only its operands' addresses. The checks raise all errors. They
+run for the first call with a key, for a call too malformed to have one, and for unknown addresses or storage sizes.
 
 Building and hashing a key takes longer than launching the kernel, and the layers of a model make the same few calls
 repeatedly. The latest calls are therefore recognised without a key, see :mod:`hopwell._calls.repeat`.

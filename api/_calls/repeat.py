@@ -6,11 +6,11 @@ calls of one form, are variables of the function. A form is the set of arguments
 None, and the operands that they contain. An entry point has few forms. docs/kernels/host.md prints one such function.
 
 A repeated call handles every argument like a first call. Its form, metadata and plain values must equal a checked
-call's, else the call is checked. Addresses and storage sizes are compared with a set of places that are known to
-be good: aligned, disjoint from other tensors if a call writes there, and large enough. :meth:`Repeat.fits` adds a place
-that passes a conservative test. If the test fails, the call is checked, and a place that the checks accept is added
-too. One case is not found: a storage resized to the size of an earlier one, with a view that starts further in, at the
-same address.
+call's, else the call is checked. Addresses and storage sizes are compared with a set of known good places. These are
+aligned, large enough, and disjoint from other tensors if a call writes there. :meth:`Repeat.fits` adds a place that
+passes a conservative test. If the test fails, the call is checked, and a place that the checks accept is added too. One
+case is not found. A storage is resized to the size of an earlier one, and its view starts further in, at the same
+address.
 """
 
 from __future__ import annotations

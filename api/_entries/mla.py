@@ -240,8 +240,8 @@ def mla_workspace_bytes(
     """Return a ``workspace_buffer`` size that is enough for ``trtllm_batch_decode_with_kv_cache_mla`` with any batch.
 
     The workspace holds partial results of requests whose keys several SMs share. It grows with the logarithm of the
-    keys. On 132 SMs and for up to 256 rows (heads times new tokens of a request) it is 72 MiB for 131072 keys, and at
-    most 84 MiB for a million.
+    keys. On 132 SMs and for up to 256 rows (heads times new tokens of a request) it is 72 MiB for 131072 keys. For a
+    million keys it is at most 84 MiB.
 
     Args:
         num_heads: query heads.

@@ -1,7 +1,7 @@
 """Arguments of ops: how an entry's argument appears in a schema, and the code that converts between the two.
 
 Schemas have no unions, tuples or Python objects. An argument that is one of several types becomes several arguments of
-the op: a cache becomes K and an optional V, and a scale becomes a float and an optional tensor. Integers become SymInt,
+the op. A cache becomes K and an optional V, and a scale becomes a float and an optional tensor. Integers become SymInt,
 so that a graph serves all of their values. Annotations of an entry's signature select the form.
 """
 

@@ -45,9 +45,9 @@ def install(entries: Sequence[str] | None = None) -> list[str]:
     that are imported later get the replacement. It keeps the signature and the defaults of the installed version.
 
     FlashInfer's function still runs a call that hopwell refuses before any launch, by NotImplementedError (no kernel)
-    or ValueError, and a call with a value for an argument that hopwell does not have. Each reason is logged once. If
-    FlashInfer refuses the call as well, the traceback shows both errors. TypeError is raised. With ``HOPWELL_CHECK=1``
-    ValueError is raised, too.
+    or ValueError. It also runs a call with a value for an argument that hopwell does not have. Each reason is logged
+    once. If FlashInfer refuses the call as well, the traceback shows both errors. TypeError is raised. With
+    ``HOPWELL_CHECK=1`` ValueError is raised, too.
 
     A second call changes nothing. :func:`uninstall` restores all functions.
 

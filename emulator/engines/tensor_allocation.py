@@ -24,7 +24,7 @@ def meet_peer(m: Machine, w: Warp, frag: int, what: str, n: int, pc: int) -> obj
     """Wait until a warp of the peer CTA executes the same instruction.
 
     PTX ISA, "tcgen05 issue granularity": with .cta_group::2 two warps, one in each CTA of the pair, perform allocation
-    instructions together, and the first may block until the second arrives.
+    instructions together. The first may block until the second arrives.
     """
     own, peer = (tensor_memory(m, cta) for cta in sorted(group_ctas(w, True), key=lambda cta: cta is not w.cta))
     if w.id not in own.joined:

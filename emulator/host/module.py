@@ -118,9 +118,9 @@ def memory(tensors: Tensors) -> Iterator[None]:
 class Function:
     """Callable like the compiled function, with CPU tensors.
 
-    ``tensors`` names the memory a kernel may reach: a mapping from name to tensor or to (tensor, role) with role "in",
-    "out" or "inout", or a sequence of :class:`Span`; without it, what :func:`memory` named. Tensors among the arguments
-    are added. Without any of these, all live torch storages may be touched.
+    ``tensors`` names the memory a kernel may reach. It is a mapping from name to tensor or to (tensor, role) with role
+    "in", "out" or "inout", or a sequence of :class:`Span`. It defaults to the tensors that :func:`memory` named.
+    Tensors among the arguments are added. Without any of these, all live torch storages may be touched.
     """
 
     def __init__(self, module: Module, name: str, function: Any):

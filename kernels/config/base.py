@@ -1,8 +1,8 @@
 """Base of the configs of all kernels: pure Python, no GPU, no DSL.
 
 A config holds everything that changes generated code and nothing else, so its name is the key of the compiled kernel.
-``registry.resolve`` derives it from a problem. Shapes, lengths and strides stay run-time arguments, with two
-exceptions: the fastest kernel depends on the number of queries and on the size of a window.
+``registry.resolve`` derives it from a problem. Shapes, lengths and strides stay run-time arguments. There are two
+exceptions, because the fastest kernel depends on the number of queries and on the size of a window.
 """
 
 from __future__ import annotations

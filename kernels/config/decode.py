@@ -83,8 +83,8 @@ def _with_larger_combine(tile: Tile) -> Tile:
     return replace(tile, consumer_registers=tile.consumer_registers - given, combine_registers=104)
 
 
-# Over 8-bit caches eight warps have keys of their own. The combine warpgroup gets the registers that they leave, and
-# needs a few more for widths that are not powers of two, and for scales of each KV head.
+# Over 8-bit caches eight warps have keys of their own. The combine warpgroup gets the registers that they leave. It
+# needs a few more for widths that are not powers of two and for scales of each KV head.
 _EIGHT_BIT_TILE = Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192)
 _WIDE_EIGHT_BIT_TILE = replace(_EIGHT_BIT_TILE, kv_stages=2)
 _EIGHT_BIT_TILES = {
@@ -96,8 +96,8 @@ _EIGHT_BIT_TILES = {
 # Warps dequantize K and V in registers if each key is dequantized by few warps and registers are left. Every warp that
 # has rows dequantizes a key: with more than 32 rows, three or four warps do. Beyond 256 columns, O and Q take too many
 # registers. Otherwise a warpgroup dequantizes K and V in place, in shared memory, and tiles are the 16-bit tiles.
-# Instructions counted per byte of K or V, for bfloat16 queries and 128 columns: 0.063 with 16 rows, 0.126 with 32 and
-# 0.252 with 64 if dequantized in registers, 0.153 if dequantized in place.
+# Instructions per byte of K or V, counted for bfloat16 queries and 128 columns: 0.063 with 16 rows, 0.126 with 32 and
+# 0.252 with 64 if dequantized in registers. Dequantization in place takes 0.153.
 MOST_ROWS_IN_REGISTERS, MOST_COLUMNS_IN_REGISTERS = 32, 256
 _DEQUANTIZED_TILES = {columns: replace(tile, converting_registers=88) for columns, tile in _TILES.items()}
 # With float16 drafts over e4m3, attend keeps two values in memory and reads them once per chunk. Eight registers more
@@ -159,8 +159,8 @@ class DecodeConfig(SplitKeys, KernelConfig):
         kv_type: element type of K and V in memory.
         rows: packed rows of a tile.
         short_leaves: whether leaves have the length of the smallest row count's leaves, and none are added before the
-            tree. Ragged drafts over 16-bit caches have short leaves up to 32 rows, so that the bits of a request are
-            independent of the caller's bound of new tokens there.
+            tree. Ragged drafts over 16-bit caches have short leaves up to 32 rows. There the bits of a request are
+            independent of the caller's bound of new tokens.
         k_head_scales, v_head_scales: whether the softmax scale, or the output scale, has one value for each KV head.
     """
 

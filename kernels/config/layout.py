@@ -1,7 +1,8 @@
 """Widths of Q, K and V on their way from global memory to the matrix products of a kernel.
 
-Operands pass through up to three places, and each may have another width: memory, the stages that the load warps fill,
-and the tiles that are multiplied. Widths in halfwords (16 bits) fit TMA, which moves 8-bit elements in pairs.
+Operands pass through up to three places: memory, the stages that the load warps fill, and the tiles that are
+multiplied. Each place may have another width. Widths in halfwords (16 bits) fit TMA, which moves 8-bit elements in
+pairs.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class OperandLayout:
     def product_columns(self) -> int:
         """Columns of V that a matrix instruction multiplies at a time.
 
-        An instruction takes all columns of a warpgroup, unless a thread has too few registers at launch for all of
-        their sums: ptxas refuses such an instruction, and an instruction then takes half of the columns.
+        An instruction takes all columns of a warpgroup if a thread has enough registers at launch for all of their
+        sums. ptxas refuses a larger instruction, so half of the columns are multiplied at a time then.
         """
         columns = self.depth[1]
         fits = columns * 64 // WARPGROUP + REGISTERS_BESIDE_SUMS <= self.config.launch_registers

@@ -224,8 +224,8 @@ def _has_cta_parts(problem: AttentionProblem) -> bool:
     """Whether the keys of all requests are cut into equal CTA parts.
 
     CTA parts need three things: results may depend on the batch, the keys can be counted, and each row tile has rows of
-    most requests. A CTA part belongs to one row tile. The first row tile has rows of all requests; with uneven numbers
-    of new tokens, CTAs of the last row tile would have little to do.
+    most requests. A CTA part belongs to one row tile. The first row tile has rows of all requests. The last row tile
+    has few if the numbers of new tokens are uneven, and its CTAs would have little to do.
     """
     if settings.BATCH_INVARIANT.is_on or most_keys(problem) > MOST_CTA_PART_KEYS:
         return False

@@ -65,14 +65,14 @@ MOST_TILED_COLUMNS = 512  # of head dims where rows are in tiles of few, however
 EIGHT_BIT_SWAP_AB_ROWS = (8, 32, 64)  # over 8-bit caches
 LATENT_SWAP_AB_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
-# KV tiles of a leaf. More tiles pay off if tiles are small, or if combining leaves of many rows takes long: 32 x 8192
+# KV tiles of a leaf. More tiles pay off if tiles are small, or if combining leaves of many rows takes long. 32 x 8192
 # tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows of 16 bits the
 # gain would be 0.6 %, with half the CTAs for 1 x 1024 tokens. MLA has 8 tiles, because its nodes are large beside its
-# keys: with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27
+# keys. With 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27
 # (H200, 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
-# Levels of the tree, at most, that a CTA accumulates in registers when two warpgroups share the rows: shared memory has
+# Levels of the tree, at most, that a CTA accumulates in registers when two warpgroups share the rows. Shared memory has
 # room for one level of such large nodes. A request with up to 2^FIRST_LEAVES leaves accumulates none.
 ACCUMULATED_LEVELS, FIRST_LEAVES = 2, 3
 LATENT_REGISTER_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that combines
@@ -84,7 +84,7 @@ MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
 # 2026-11-23).
 RESIDENT_BYTES = 34 << 20
 # CTAs on a multiprocessor, by the bytes of an element of K and V. While one CTA waits for memory or for its other
-# warps, the other one dequantizes: 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157
+# warps, the other one dequantizes. 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157
 # (H200, 2026-11-23).
 CTAS_PER_SM = {1: 2, HALFWORD_BYTES: 1}
 OWN_SHARE = 8  # 1 / 8 of a CTA's equal share of all leaves is handed out by ticket; the rest is its own
@@ -95,9 +95,9 @@ MOST_LARGE_NODE_SUBTREES = 4  # of nodes of many columns, whose fan-in groups ar
 FAN_IN_BITS, LARGE_NODE_FAN_IN_BITS = 4, 2  # log2 of the nodes in memory that are combined at a time
 FAN_IN_LEVELS = 5  # of fan-in groups: 4^5 are more than the subtrees of all CTAs
 TICKETS = 3  # int32: work tiles handed out, CTAs or warps done, shares of combines handed out
-# int32 counters of a slot: its epoch; the partials that are there, of a fan-in group or of all rows; the fan-in groups
-# or row shares that are done; and for each row share whether it may be combined, and which one it is: output token,
-# first row, rows, chunk, chunks, partials of a chunk
+# int32 counters of a slot: its epoch, the partials that are there (of a fan-in group or of all rows), and the finished
+# groups. A row share has seven more: a flag that it may be combined, output token, first row, rows, chunk, chunks,
+# partials of a chunk.
 SLOT_COUNTERS = 10
 
 
@@ -250,9 +250,9 @@ def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
 def slot_count(
     rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False, by_cta_parts: bool = False
 ) -> int:
-    """Count the slots for the partials of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and
-    at most ``capacity`` keys a request, on ``sms`` multiprocessors. ``by_cta_parts``: keys are cut into CTA parts, not
-    into chunks by each request's own length.
+    """Count the slots for partials on ``sms`` multiprocessors. A request has ``rows`` packed rows of each of
+    ``kv_heads``, ``columns`` of output and at most ``capacity`` keys. With ``by_cta_parts`` keys are cut into CTA
+    parts, not into chunks by each request's own length.
 
     Slots for one request, and some for what is under way besides, are a must. More of them save looking whether they
     are free.
@@ -317,8 +317,8 @@ def counter_ints(slots: int) -> int:
 
 
 def cta_part_slots(row_tiles: int, ctas: int) -> int:
-    """Count the slots of a launch that cuts keys into CTA parts: more than there are partials, and few enough for 128
-    heads and eight new tokens to need 30 MB."""
+    """Count the slots of a launch that cuts keys into CTA parts. There are more slots than partials, and with 128 heads
+    and eight new tokens they take 30 MB."""
     return 2 * row_tiles + LATENT_UNDER_WAY * ctas
 
 

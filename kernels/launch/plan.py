@@ -143,8 +143,8 @@ def emulated_memory(
 
 @functools.cache
 def device_anchor(device: torch.device) -> torch.Tensor:
-    """Return a tensor without elements: TVM-FFI takes the device of a launch, and with it the stream, from a tensor,
-    and any other would have to be of the dimensions that the kernel was compiled for."""
+    """Return a tensor without elements. TVM-FFI takes the device of a launch, and with it the stream, from a tensor
+    argument. A tensor with elements would need the dimensions that the kernel was compiled for."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 

@@ -2,7 +2,7 @@
 
 A launch needs a set of int32 that are zero when it starts, two for prefill; the kernel leaves them zero. Launches that
 may run at the same time must not share a set, and a set must outlive every CUDA graph that has its address. hopwell
-therefore keeps the sets in its own memory: one for each stream, and a new one for each captured launch, because a graph
+therefore keeps the sets in its own memory. Each stream has one. Each captured launch gets a new one, because a graph
 may be replayed on any stream.
 """
 
@@ -85,8 +85,8 @@ class Tickets:
             return fresh.data_ptr()
 
     def _grow(self) -> None:
-        """Add a slab. It is allocated in a thread of its own: torch warms up its CUDA graph trees with the allocations
-        of the thread or stream in the graphs' memory, which it gives to other tensors later.
+        """Add a slab. A thread of its own allocates it. torch warms up its CUDA graph trees with the calling thread's
+        allocations in the graphs' memory, and later gives that memory to other tensors.
         """
         with ThreadPoolExecutor(1) as other:
             slab = other.submit(self._zeros).result()

@@ -95,7 +95,7 @@ class Problem:
             self.scale_words(tmem[cta], self.at_a, self.sa[own * cta : own * cta + own], self.ids[0], 1)
             self.scale_words(tmem[cta], self.at_b, self.sb, self.ids[1], 2 if own == 64 else 1)
         if self.in_tmem:
-            # PTX ISA, "packing formats of elements in tensor memory": the mxf4 kinds pack tightly; other kinds have a
+            # PTX ISA, "packing formats of elements in tensor memory". The mxf4 kinds pack tightly. Other kinds have a
             # byte for each element, with a 4-bit element in bits 2 to 5.
             bytes_ = packed(self.a, "e2m1", True) if self.tight else self.a << 2 if self.a_kind == "e2m1" else self.a
             place_rows(np.ascontiguousarray(bytes_).view(np.uint32), self.m, self.ctas, tmem, self.at_values)

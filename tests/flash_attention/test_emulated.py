@@ -119,8 +119,8 @@ LENS = (7, 0, 40)
 
 
 def pages(lens: tuple[int, ...], capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[list[int]]]:
-    """Return K and V pages of a pool in random order, the page table with -1 behind the last page, and the rows of each
-    request's tokens in the pool."""
+    """Return K and V pages of a pool in random order, their page table, and the rows of each request's tokens in the
+    pool. The table has -1 behind the last page."""
     order = torch.randperm(12, generator=torch.Generator().manual_seed(3)).tolist()
     table = torch.full((len(lens), 3), -1, dtype=torch.int32)
     for request in range(len(lens)):

@@ -50,13 +50,27 @@ def banned(text: str) -> list[str]:
     return [prose[found.start() : found.end() + 40] for found in BANNED.finditer(prose)]
 
 
+def comments(source: str) -> Iterator[str]:
+    """Yield the comments of a module; consecutive lines are one comment."""
+    block: list[str] = []
+    previous = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            is_alone = token.line.strip().startswith("#")
+            if not is_alone or token.start[0] != previous + 1:
+                yield "\n".join(block)
+                block = []
+            block.append(token.string.lstrip("#").removeprefix(" "))
+            previous = token.start[0] if is_alone else 0
+    yield "\n".join(block)
+
+
 def prose_of(source: str) -> Iterator[str]:
     """Yield the docstrings and comments of a module."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
-    comments = (t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT)
-    yield "\n".join(comment.lstrip("# ") for comment in comments)
+    yield from comments(source)
 
 
 def glossary_section(text: str) -> str:

@@ -97,7 +97,7 @@ def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> li
     No table is needed. The bits of a code become a float16's sign, the lower half of its exponent and its first
     mantissa bit. This number is 2^-14 times the value of the code. The code of 0.5 has exponent 0, and is then a
     subnormal float16 too. Whole words are shifted by constants, which more than one execution unit can do. The sign is
-    three places away from the other bits of its code, so two words have signs in place: E with even codes and O with
+    three places away from the other bits of its code. So two words have signs in place: E with even codes and O with
     odd codes.
     """
     lines = [

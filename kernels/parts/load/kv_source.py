@@ -220,8 +220,8 @@ class KvSource:
     def _copy_tile_scales(self, location, pages, tile, stage) -> None:
         """Issue the copies of a tile's scales, with zeros for hidden new tokens.
 
-        Tiles before the new tokens take a path of their own: a test for each word made NVFP4 decode with 4 new tokens
-        4 % slower (H200 and H100, 2026-11-26).
+        Tiles before the new tokens take a path of their own. A test for each word made NVFP4 decode with 4 new tokens 4
+        % slower (H200 and H100, 2026-11-26).
         """
         if const_expr(self.drafts is None):
             self.copy_scales(location, pages, tile, stage, [])

@@ -20,13 +20,13 @@ from hopwell.kernels.parts.core.device import device_struct, shared_address
 ROWS = 128  # of an accumulator: lanes of tensor memory
 DEPTH_COLUMNS = 8  # tensor-memory columns that hold the 32 bytes of a row of A
 
-# PTX ISA, "Instruction descriptor": accumulation in float32, types of A and B, whether A is stored with its M dimension
-# and B with its N dimension innermost, N / 8, M / 16.
+# PTX ISA, "Instruction descriptor". Its fields are accumulation in float32, types of A and B, majorness of A and B, N /
+# 8, and M / 16. Majorness is 1 if M or N is the contiguous dimension.
 _FLOAT32_ACCUMULATOR = 1 << 4
 _A_TYPE, _B_TYPE, _M_MAJOR_A, _N_MAJOR_B, _N, _M = 7, 10, 15, 16, 17, 24
 # Kind of the instruction, and the number of the type in its descriptor.
 _TYPES = {Float16: ("f16", 0), BFloat16: ("f16", 1), Float8E4M3FN: ("f8f6f4", 0)}
-# PTX ISA, "Shared memory descriptor", in two words: address and strides in multiples of 16 bytes; the upper word also
+# PTX ISA, "Shared memory descriptor", in two words. Address and strides are multiples of 16 bytes. The upper word also
 # has the version of tcgen05 and the 128-byte swizzle.
 _LEADING, _VERSION, _SWIZZLE_128 = 16, 1 << 14, 2 << 29
 

@@ -50,7 +50,7 @@ class MlaSm100(MlaSm90):
     A matrix instruction computes 128 rows, 64 in each CTA. Operand A, Q or P, is in each CTA for its own rows. Operand
     B is half in each: 64 of the keys for S = Q K^T, half of the value's columns for O += P V. So a CTA reads only
     half of K and half of V from shared memory, which is the limit of this kernel. A row of S and of O has two lanes of
-    tensor memory, 64 apart: S has 64 of the keys in each, O half of the value's columns.
+    tensor memory, 64 apart. Each lane has 64 of the keys of S and half of the value's columns of O.
 
     Warp roles, in both CTAs
         warps 0..3    softmax     a thread has 64 keys of a row, from S in tensor memory to P in shared memory

@@ -1,5 +1,5 @@
-"""Loads of MLA by pairs of CTAs. Each CTA loads one half of a step's keys for Q K^T, and one half of the value's
-columns of all keys for P V: operand B of a product of both CTAs is half in each.
+"""Loads of MLA by pairs of CTAs. Operand B of a product of both CTAs is half in each CTA. So each CTA loads half of a
+step's keys for Q K^T. For P V it loads half of the value's columns of all keys.
 
 The unit is a box of 64 keys and 128 bytes of each, 8 KiB. A stage of K is a box. A stage of V is two boxes with 128 of
 the 256 columns of a product: 64 keys of 16 bits, or 128 keys of 8 bits.

@@ -27,7 +27,7 @@ FACTORS = WARPGROUP  # float32 values of a stage of the factor ring: one per thr
 
 @device_struct(frozen=True)
 class RowHalf:
-    """The place of a thread of a warpgroup among the rows of its CTA: lanes 0..63 of tensor memory have the first half
+    """The place of a thread of a warpgroup among the rows of its CTA. Lanes 0..63 of tensor memory have the first half
     of the rows' columns, lanes 64..127 the second half."""
 
     warp_row: Int32  # first row of the warp, in the tile of both CTAs

@@ -154,8 +154,8 @@ class Products:
 
     @cute.jit
     def _issue_o(self, index, kv_step, accumulate) -> None:
-        """Issue O += P V in two parts: the first when the first columns of P of both halves are ready and O may be
-        added to, the second when all of P is ready. The whole warp calls this."""
+        """Issue O += P V in two parts. The first part needs the first columns of P of both halves, and O that may be
+        added to; the second needs all of P. The whole warp calls this."""
         s_ring, p_ring, o_ring = self.rings.s, self.rings.p, self.rings.o
         step, early, keys = Q_TILES * kv_step + index, self.kernel.config.early_keys, self.kernel.config.half_keys
         s_ring.wait_released(step)

@@ -76,7 +76,7 @@ class Fp8PackedSoftmax(PackedSoftmax):
     """Softmax of e4m3 weights, which reach 2^headroom.
 
     The reference moves up to any larger score, because e4m3 ends soon beyond 2^headroom. It moves down to a tile whose
-    scores all lie further below it than SLACK_BELOW, as in ``TileSoftmax``: e4m3 ends at 2^-9, and rounding relative to
+    scores all lie further below it than SLACK_BELOW, as in ``TileSoftmax``. e4m3 ends at 2^-9, so rounding relative to
     a far larger score would take such a tile's weight. In between it stays, and O needs no correction (lazy rescale).
     """
 
@@ -213,8 +213,8 @@ class Softmax:
     def exchange(self, turn, half, value):
         """Return the ``value`` of the other thread of this row. ``turn`` counts exchanges.
 
-        A thread may write the array of the turn after next only when the other thread has read this one: that thread
-        then waits at the barrier of the next turn.
+        Turns alternate between two arrays. A thread writes this array again only in the turn after next. The barrier of
+        the next turn comes before that, so the other thread has read its value by then.
         """
         thread, warp = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(cute.arch.warp_idx())
         values = shared_array(Float32, self.exchanged + turn % 2 * (EXCHANGED_BYTES // 2))

@@ -1,7 +1,7 @@
 """The consumer role of Hopper kernels whose rows are rows of Q: from Q K^T to the output.
 
 :class:`Attend` runs over the work tiles. Its parts decide the rest: the rows, the matrix operands, the place of a
-warp's rows in a tile, and the main loop, which orders the products and the softmax of a step.
+warp's rows in a tile, and the main loop. The main loop orders the products and the softmax of a step.
 """
 
 from functools import partial

@@ -194,8 +194,8 @@ class DequantLeafOperands(DequantProducts):
 
 @dataclass(frozen=True)
 class WarpColumns:
-    """Columns of V and O that a warp holds: every fourth 16-byte vector, or half of every second one if the vectors of
-    4-bit codes cannot be distributed equally. Lane g holds 16 bits of a vector, as pairs of adjacent columns. Rows g
+    """Columns of V and O that a warp holds: every fourth 16-byte vector. It is half of every second one if the vectors
+    of 4-bit codes cannot be distributed equally. Lane g holds 16 bits of a vector, as pairs of adjacent columns. Rows g
     and g + 8 of a product with V are the two columns of a pair."""
 
     per_lane: int  # columns in 16 bits

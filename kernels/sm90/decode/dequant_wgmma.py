@@ -5,7 +5,7 @@ the warps that multiply it, once for all rows of a warpgroup, and never returns 
 half of a tile's rows each. Both dequantize all keys.
 
 All operands are float16, as in ``dequant_products.py``. Lanes read 16 adjacent bytes of a key, whereas operand A has
-elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of sixteen. The order of columns in a product is free, so Q is rewritten in
+elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of sixteen. The order of columns in a product is free. So Q is rewritten in
 the order of the keys, once in a segment and in place.
 
 Steady state: memory is the limit. A leaf is four tiles, A to D.

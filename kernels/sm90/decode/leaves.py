@@ -1,8 +1,8 @@
 """Parts of consumers with transposed (swap-AB) products.
 
 All warps of a warpgroup share the rows, see ``ColumnFragment``. A warp has some keys of each tile, and some columns of
-the output. The parts exchange row maxima and sums between the warps, write P for the second product, combine leaves as
-a tree, and write the output tile.
+the output. The parts exchange row maxima and sums between the warps, and write P for the second product. They combine
+leaves as a tree, and write the output tile.
 """
 
 from typing import Any
@@ -145,8 +145,8 @@ class LeafTree:
         """Combine all leaves of a segment.
 
         ``next_leaf`` computes each leaf into ``node``, or adds it to ``node`` below the tree's first level. Its
-        arguments are the number of the leaf among the keys, whether the leaf needs the mask, a step and, if leaves are
-        added, whether the leaf begins a node. It returns the advanced step.
+        arguments are the number of the leaf among the keys, whether the leaf needs the mask, and a step. If leaves are
+        added, it also takes whether the leaf begins a node. It returns the advanced step.
 
         ``node`` holds the root if the segment covers its whole output tile. Nodes of other segments are written to
         global memory. Return the step after the segment and the nodes written.

@@ -79,8 +79,8 @@ class SwapABTree:
 
     @property
     def state_stride(self) -> int:
-        """Bytes between the float32 values of the rows of two warpgroups: each consumer warpgroup has its own part of
-        the staging, a combine warpgroup shares it."""
+        """Bytes between the float32 values of the rows of two warpgroups. Each consumer warpgroup has its own part of
+        the staging; a combine warpgroup shares it."""
         consumers = self.config.consumer_warpgroups
         return WARPS * self.staging_bytes if consumers > 1 else 4 * WARPS * self.warpgroup_rows
 

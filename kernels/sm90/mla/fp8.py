@@ -61,8 +61,8 @@ from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
 
 BLOCK_REGISTERS = WARPGROUP_ROWS * ROWS // WARPGROUP  # of O, for 64 columns of the value
 TILES = 2  # of a step: A and B
-# float32 values that the warpgroups exchange in a step: for each row the largest score in A and in B, and the factor
-# that rescales O to the step's reference.
+# float32 values that the warpgroups exchange in a step. A row has the largest score in A and in B, and the factor that
+# rescales O to the step's reference.
 ROW_STATE = (TILES + 1) * WARPGROUP_ROWS
 
 

@@ -40,8 +40,8 @@ class MlaSm90(DecodeKernel):
     memory.
 
     A key is in shared memory once, in two halves: the left half of the value's columns, and all columns to the right of
-    them. A step is a chain: S and P of A, then P of B relative to A's reference, the product with P of B, and S of the
-    next A. So P of B has a tile of its own, and each half of a key is released and reloaded as soon as one warpgroup's
+    them. A step is a chain: S and P of A, P of B relative to A's reference, the product with P of B. Then follows S of
+    the next A. So P of B has a tile of its own. Each half of a key is released and reloaded as soon as one warpgroup's
     product is done. P of A overwrites the last 64 columns of A's right half, which belong to the key only.
 
     Warp roles

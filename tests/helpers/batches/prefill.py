@@ -1,7 +1,7 @@
 """Batches of requests with known keys and values, and the ways to pass them to a kernel or an entry point.
 
-All data that a kernel must not read, or must not propagate, is NaN: unused pages, the ends of last pages, tokens of a
-ragged tensor outside every request. Unused table entries are -1.
+All data that a kernel must not read, or must not propagate, is NaN. This data is unused pages, the ends of last pages,
+and tokens of a ragged tensor outside every request. Unused table entries are -1.
 """
 
 from __future__ import annotations

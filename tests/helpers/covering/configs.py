@@ -21,8 +21,8 @@ from hopwell.kernels.support import BLACKWELL
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 
-# Common head dims of models, and the most different kernels: three consumer warpgroups with few registers each, two of
-# them, different widths of K and V, and the widest output of a warpgroup.
+# Common head dims of models, and the most different kernels. These have three consumer warpgroups with few registers
+# each, two warpgroups, different widths of K and V, and the widest output of a warpgroup.
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 CONTIGUOUS, ROWS = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0)
 PAGES16, PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)

@@ -25,7 +25,7 @@ class Copy:
     """One CTA copies ``source`` to ``target``, both of 32-bit words.
 
     With ``late``, it first lets the next grid start, and sleeps. Otherwise it starts as early as the previous grid
-    allows, and does not wait for that grid's end, which is an error in a real kernel.
+    allows, and does not wait for that grid's end. A real kernel must wait.
     """
 
     def __init__(self, late: bool):
