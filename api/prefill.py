@@ -100,21 +100,12 @@ def trtllm_batch_context_with_kv_cache(
     Args:
         query: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn, request after request. The last stride
             is 1; the others are free multiples of 16 bytes.
-<<<<<<< HEAD
-        kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1; or [pages, 1, *page], the same data
-            for both; or a pair (K, V) of [pages, *page] tensors with independent strides and V head_dim. ``page`` is
-            [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype is query's
-            dtype, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). NVFP4 takes a head_dim
-            that is a multiple of 64, and with interleaved V scales a page_size that is a multiple of 4. num_heads is a
-            multiple of num_kv_heads.
-=======
         kv_cache: one tensor [pages, 2, *page] with K at index 0 and V at index 1, or [pages, 1, *page] with the same
             data for both. A pair (K, V) has [pages, *page] tensors, whose strides and head dims are independent.
             ``page`` is [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The
             dtype is query's dtype, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). NVFP4
-            takes a head_dim that is a multiple of 64 and a page_size that is a multiple of 4. num_heads is a multiple
-            of num_kv_heads.
->>>>>>> f30b744 (Sentences have at most 25 words, in pages, docstrings and comments: 158 were longer, and a test counts them)
+            takes a head_dim that is a multiple of 64, and with interleaved V scales a page_size that is a multiple of
+            4. num_heads is a multiple of num_kv_heads.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request]. With
             ``uses_shared_paged_kv_idx=False`` [batch_size, 2, pages_per_request] with the ids of the K pages and of the
@@ -149,20 +140,11 @@ def trtllm_batch_context_with_kv_cache(
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None enables it on devices that have it (compute capability 9 and
             later).
-<<<<<<< HEAD
-        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: the natural, unscaled logit of one more
-            key per head, which has no value.
-        kv_block_scales: float8_e4m3fn, or uint8 with the same bits: one scale for 16 elements of an NVFP4 cache, in the
-            layout of ``kv_cache`` with head_dim / 16 as its last size. FlashInfer's code calls it ``kv_cache_sf``. The
-            order of V's scales is ``v_scale_layout``. The last stride is 1; the others are free multiples of 4 bytes.
-=======
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor. It is the natural, unscaled logit of one
             more key per head, which has no value.
         kv_block_scales: one scale for 16 elements of an NVFP4 cache, float8_e4m3fn, or uint8 with the same bits. The
             layout is the layout of ``kv_cache`` with head_dim / 16 as its last size. FlashInfer's code calls it
-            ``kv_cache_sf``. V scales are interleaved in groups of four tokens (see
-            :class:`hopwell.layouts.VScaleLayout`). The last stride is 1; the others are free multiples of 4 bytes.
->>>>>>> f30b744 (Sentences have at most 25 words, in pages, docstrings and comments: 158 were longer, and a test counts them)
+            ``kv_cache_sf``. The order of V's scales is ``v_scale_layout``. The last stride is 1; the others are free multiples of 4 bytes.
         skip_softmax_threshold_scale_factor: lets kernels skip keys whose weight is below this factor / kv_len; None and
             0 mean exact attention.
         uses_shared_paged_kv_idx: whether K and V share their page ids.

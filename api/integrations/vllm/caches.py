@@ -46,14 +46,8 @@ def cache_of(kv_cache: torch.Tensor, dtype: torch.dtype, head_size: int, kv_head
 
     Args:
         kv_cache: [blocks, kv_heads, block_size, 2 * head_size] with any strides, where the last dimension has K, then
-<<<<<<< HEAD
-            V. An NVFP4 cache is uint8 [blocks, 2 * kv_heads, block_size, bytes] with dense blocks: K data, K scales, V
-            data and V scales, each for all heads.
-=======
-            V. An NVFP4 cache is uint8 [blocks, 2 * kv_heads, block_size, bytes] with dense blocks. A block has five
-            parts, each for all heads: K data, K scales, V data, linear V scales, and V scales interleaved by four
-            tokens.
->>>>>>> f30b744 (Sentences have at most 25 words, in pages, docstrings and comments: 158 were longer, and a test counts them)
+            V. An NVFP4 cache is uint8 [blocks, 2 * kv_heads, block_size, bytes] with dense blocks. A block has four
+            parts, each for all heads: K data, K scales, V data and V scales.
         dtype: of K and V; uint8 for NVFP4.
         head_size: elements of a head.
         kv_heads: KV heads.
