@@ -119,8 +119,8 @@ def trtllm_batch_context_with_kv_cache(
         bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)), 0 or more: a float, or a one-element
             float32 tensor. The kernel reads the tensor, so its value may change under a CUDA graph. A tensor on the
             host is read during the call, which is slower. A negative value on the device makes the output NaN. With an
-            fp8 or NVFP4 cache also a contiguous float32 tensor [num_kv_heads] on the device: each KV head has its own
-            scale, the product of the softmax scale and the head's ``k_scale``.
+            fp8 or NVFP4 cache also a contiguous float32 tensor [num_kv_heads] on the device. Each KV head then has its
+            own factor, the product of the softmax scale and the head's ``k_scale``.
         bmm2_scale: factor on the output, in the same forms; of each KV head with its ``v_scale``.
         batch_size: number of requests.
         cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], the first token of each request in ``query``.
@@ -144,7 +144,8 @@ def trtllm_batch_context_with_kv_cache(
             more key per head, which has no value.
         kv_block_scales: one scale for 16 elements of an NVFP4 cache, float8_e4m3fn, or uint8 with the same bits. The
             layout is the layout of ``kv_cache`` with head_dim / 16 as its last size. FlashInfer's code calls it
-            ``kv_cache_sf``. The order of V's scales is ``v_scale_layout``. The last stride is 1; the others are free multiples of 4 bytes.
+            ``kv_cache_sf``. The order of V's scales is ``v_scale_layout``. The last stride is 1; the others are
+            free multiples of 4 bytes.
         skip_softmax_threshold_scale_factor: lets kernels skip keys whose weight is below this factor / kv_len; None and
             0 mean exact attention.
         uses_shared_paged_kv_idx: whether K and V share their page ids.

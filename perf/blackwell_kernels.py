@@ -41,8 +41,9 @@ TO_E4M3 = 0.5  # more for each element, from float16 to e4m3
 DEQUANT_ACCESS = 0.25  # for each element: load, store and addresses
 PACKED_DEQUANT = 1.9  # of an element of a packed row, to bf16
 
-# Decode: instructions of a warp for a leaf, from scores to weights and from outputs to the tree, and for each row of
-# its tile more. Counted in the machine code of decode by mma.sync without its products and conversions (2026-11-26).
+# Decode: instructions of a warp for a leaf, from scores to weights and from outputs to the tree. The second number
+# is added for each row of its tile. Counted in the machine code of decode by mma.sync without its products and
+# conversions (2026-11-26).
 LEAF_ISSUE, LEAF_ROW_ISSUE = 210, 27.5
 LEAST_PRODUCT_ROWS = 16  # N of an MMA with M 128; M 64 takes 8
 MOST_HALF_TILE_ROWS = 32  # packed rows up to which scores of 64 keys are an MMA of their own, as on Hopper
@@ -157,8 +158,8 @@ def mla(
         bits: of an element as it is multiplied.
         q_in_tensor_memory: share of the columns of Q that are in tensor memory.
         packed_rows: the cache has rows of 656 bytes, which warps widen to 16 bits.
-        shares_keys: P V reads a CTA's own columns of its own keys where Q K^T has read them, and only the rest of its V
-            is loaded.
+        shares_keys: P V reads a CTA's own columns of its own keys where Q K^T has read them. Only the rest of its V is
+            loaded.
         rescaled_at_once: columns of O that a thread rescales at once.
     """
     rows, (dim, rank) = 128, LATENT_DIMS

@@ -36,8 +36,8 @@ class Batch:
         tokens: the new tokens of all requests; queries may have more rows.
         new_keys: keys of each request that SGLang's lengths do not count.
         uniform: whether all requests have ``max_q_len`` new tokens.
-        draft_mask: uint16 [requests, max_q_len, words], the new tokens that each new token of a tree of drafts sees, as
-            the decode entry takes it; None for a causal mask.
+        draft_mask: uint16 [requests, max_q_len, words], the new tokens that each new token of a tree of drafts sees.
+            The decode entry takes it. None stands for a causal mask.
     """
 
     seq_lens: torch.Tensor

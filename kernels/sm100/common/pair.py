@@ -35,7 +35,7 @@ def meet() -> None:
     cute.arch.cluster_wait()
 
 
-# An arrival with .release.cluster and a wait with .acquire.cluster also order global memory: ptxas emits a fence of the
+# An arrival with .release.cluster and a wait with .acquire.cluster also order global memory. ptxas emits a fence of the
 # whole GPU for the one, and invalidates L1 for the other. Fences that are restricted to shared memory cost neither.
 
 

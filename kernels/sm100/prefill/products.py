@@ -95,9 +95,8 @@ class Products:
 
     @cute.jit
     def last_step_and_first(self, kv_step, work, accumulate, is_last):
-        """For each query tile issue the product with V of the leftmost keys, which completes O, then S of the rightmost
-        keys of the next work tile: as in the other steps, a product of one query tile overlaps the softmax of the
-        other."""
+        """For each query tile complete O with V of the leftmost keys, then issue S of the rightmost keys of the next
+        work tile. As in the other steps, a product of one query tile overlaps the softmax of the other."""
         k_ring, v_ring = self.rings.k, self.rings.v
         v_ring.wait_full(kv_step)
         for index in cutlass.range(Q_TILES, unroll=1):
