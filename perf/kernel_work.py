@@ -5,6 +5,7 @@ A step is both query tiles of 128 rows against one tile of keys.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ class Work:
     tensor_store: int
     rescale_bytes: int  # loaded by correction, and stored, when it rescales
     loaded_bytes: int  # of K and V by TMA, a step
+    exchanges: bool  # whether threads that share rows exchange their maxima in every step
 
 
 def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
@@ -75,13 +77,14 @@ def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
     def rest(loop: Loop, left_out: Collection[int]) -> list[int]:
         return [i for i in loop.path if i not in left_out]
 
+    exchange = skipped(ptx.softmax.path, kernel.instrs, "bar.sync"), rare_exchange(sass.softmax.path, code)
     softmax = [kernel.instrs[i] for i in ptx.softmax.path]
     rescale = [kernel.instrs[i] for i in rescaling]
     copies = sum(kernel.instrs[i].op.startswith("cp.async.bulk.tensor") for i in ptx.loads)
     steps = around(sass.loops, sass.products)
     assert steps is not None
     return Work(
-        softmax=stretch(ptx.softmax.path, sass.softmax.path),
+        softmax=stretch(rest(ptx.softmax, exchange[0]), rest(sass.softmax, exchange[1])),
         masked_softmax=stretch(ptx.masked_softmax.path, sass.masked_softmax.path),
         correction=stretch(ptx.correction.path, sass.correction.path),
         calm_correction=stretch(rest(ptx.correction, rescaling), rest(sass.correction, sass_rescaling)),
@@ -92,6 +95,7 @@ def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
         tensor_store=_tensor_bytes(softmax, "st"),
         rescale_bytes=_tensor_bytes(rescale, "ld"),
         loaded_bytes=copies * BLOCK_BYTES * config.tile.n,
+        exchanges=not exchange[0],
     )
 
 
@@ -163,9 +167,19 @@ def _ptx_successors(one: Instr, end: int) -> list[int]:
 
 
 def skipped(path: Sequence[int], code: Sequence[Instr] | Sequence[Sass], op: str) -> set[int]:
-    """Return the smallest block with ``op`` that a forward branch of ``path`` jumps over."""
+    """Return the smallest block with ``op`` that a forward branch of ``path`` jumps over, empty without one."""
     pieces = [{j for j in path if i < j < code[i].target} for i in path if code[i].target > i]
-    return min((piece for piece in pieces if any(code[j].op.startswith(op) for j in piece)), key=len)
+    return min((piece for piece in pieces if any(code[j].op.startswith(op) for j in piece)), key=len, default=set())
+
+
+def rare_exchange(path: Sequence[int], code: Sequence[Sass]) -> set[int]:
+    """Return the exchange of maxima that a barrier with a vote decides about, if few steps have one: predicated
+    instructions after that barrier."""
+    votes = [n for n, i in enumerate(path) if code[i].op.startswith("BAR.RED")]
+    rest = path[votes[0] + 1 :] if votes else ()
+    return set(
+        itertools.takewhile(lambda i: code[i].is_guarded, itertools.dropwhile(lambda i: not code[i].is_guarded, rest))
+    )
 
 
 def ptx_results(code: Iterable[Instr]) -> Counter[str]:

@@ -157,7 +157,8 @@ def compiled(does: Work, config: Sm100PrefillConfig, rates: Rates) -> PrefillLoo
         # The first sub-partition also has the warp that issues the products.
         issues = Instructions(issue=does.mma_issue)
         moved = Traffic(
-            shared=does.loaded_bytes + FACTOR_BYTES + EXCHANGED_BYTES * HALVES * lanes, l2=does.loaded_bytes
+            shared=does.loaded_bytes + FACTOR_BYTES + does.exchanges * EXCHANGED_BYTES * HALVES * lanes,
+            l2=does.loaded_bytes,
         )
         chains = Chain((score, early, Arrival(), value)), Chain((score, whole, Arrival(), late))
         return Step(config.tile.n, work, (*[score, value] * Q_TILES, moved, whole, *correction, issues), chains)

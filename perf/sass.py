@@ -52,9 +52,14 @@ class Sass:
         return self.op.partition(".")[0]
 
     @property
+    def is_guarded(self) -> bool:
+        """Whether a predicate decides whether it executes."""
+        return self._parts["guard"] is not None
+
+    @property
     def falls_through(self) -> bool:
         """Whether the next instruction in the code may execute next."""
-        if self._parts["guard"] is not None:
+        if self.is_guarded:
             return True
         # A branch on a uniform predicate names it among its operands.
         always = self.root == "BRA" and not re.match(r"!?UP\d", self._parts["operands"])

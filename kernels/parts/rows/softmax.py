@@ -89,11 +89,15 @@ class OnlineSoftmax:
         """Move the reference of row r to ``row_max`` if that is more than ``slack`` powers of two above it."""
         before = self.reference[r]
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
-        # A row that has seen no key has the reference -inf, which any logit exceeds.
-        reference = row_max if row_max * self.scale > before * self.scale + slack else before
+        reference = row_max if self.moves(r, row_max, slack) else before
         self.reference[r] = reference
         self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
         self.row_sum[r] = self.row_sum[r] * self.rescale[r]
+
+    def moves(self, r: int, row_max, slack=SLACK):
+        """Whether ``row_max`` is more than ``slack`` powers of two above the reference of row r. A row that has seen no
+        key has the reference -inf, which any logit exceeds."""
+        return row_max * self.scale > self.reference[r] * self.scale + slack
 
     def begin_at(self, r: int, reference) -> None:
         """Initialise row r, which has seen no key. ``reference`` is the largest score that it will see."""

@@ -22,6 +22,11 @@ class SkippingSoftmax(Softmax):
     skip: SkipRule
     pending: Int32  # shared memory: for each query tile whether its P is ready to be multiplied
 
+    @property
+    def exchanges_always(self) -> bool:
+        """The skip rule needs the maximum of a row in each step."""
+        return True
+
     @cute.jit
     def weigh(self, steps: Steps, scores, row: LogitRow, maximum, done):
         unneeded = self.skip.unneeded(self.state, [maximum], row)

@@ -12,7 +12,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
-from hopwell.kernels.parts.core.device import device_struct, shared_array
+from hopwell.kernels.parts.core.device import barrier_all, device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import RowResults
@@ -31,6 +31,7 @@ _ROUNDING = float(3 << 22)
 _LEAST_EXPONENT = -127.0  # of a nonzero result; the polynomial is 0 at exactly this exponent
 SLACK_BELOW = 2.0  # powers of two by which all e4m3 weights of a tile may lie below their largest value
 EXCHANGED_BYTES = 2 * 4 * LANES * ROLES.roles["softmax"].warps  # two float32 of each softmax thread
+ENDING_TURNS = 2  # exchanges at the end of a work tile
 LARGEST_SUM = 2.0**64  # of the exponentials of a step, at most 2^SLACK, or 2^headroom in e4m3, each
 
 
@@ -40,6 +41,8 @@ class PackedSoftmax(OnlineSoftmax):
     exponentials as polynomials."""
 
     polynomial_eighths: int
+
+    only_rises = True  # whether references move up only
 
     @classmethod
     def of(cls, scale, polynomial_eighths: int) -> "PackedSoftmax":
@@ -81,6 +84,7 @@ class Fp8PackedSoftmax(PackedSoftmax):
     """
 
     headroom = E4M3_POWER
+    only_rises = False
 
     @cute.jit
     def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
@@ -124,8 +128,8 @@ def _add_exponent(power, integer, *, loc=None, ip=None):
 class Softmax:
     """The softmax warpgroups: two for each query tile, each with half of the keys of a step.
 
-    The two threads of a row choose the same reference. They exchange their maxima in each step, and their sums at the
-    end of a work tile, through shared memory.
+    The two threads of a row choose the same reference. They exchange their maxima through shared memory in steps in
+    which a reference may move, and their sums at the end of a work tile.
     """
 
     kernel: Any  # the PrefillSm100: configuration only
@@ -169,8 +173,10 @@ class Softmax:
                         step(n, True)
                 kv_step += span.end - span.begin
                 posted += span.end - span.begin - 1
-            other_sum = self.exchange(kv_step + work, half, self.state.row_sum[0])
+            turn = kv_step + ENDING_TURNS * work
+            other_sum = self.exchange(turn, half, self.state.row_sum[0])
             self.state.row_sum[0] = self.state.row_sum[0] + other_sum
+            self.state.largest[0] = self.larger_of_both(turn + 1, half, self.state.largest[0])
             # The tile is read again here, so that the steps need no registers for the values of the row results.
             tile = self.work_queue.look(work)
             self.work_queue.release(work)
@@ -205,22 +211,47 @@ class Softmax:
         self.score.apply(scores, row.slope, first_key, row.positions)
         if const_expr(masked):
             self.mask.apply(scores, first_key, row)
-        maximum = self.state.maximum(scores, 0)
-        other_maximum = self.exchange(steps.kv_step + steps.work + done, steps.half, maximum)
-        self.weigh(steps, scores, row, cute.arch.fmax(maximum, other_maximum), done)
+        turn, maximum = steps.kv_step + ENDING_TURNS * steps.work + done, self.state.maximum(scores, 0)
+        self.weigh(steps, scores, row, self.row_maximum(turn, steps.half, maximum), done)
+
+    @cute.jit
+    def row_maximum(self, turn, half, maximum):
+        """Return the maximum of this thread's row, or just of its half if no row of the warp moves its reference. Most
+        steps move none, and then need no exchange."""
+        largest = maximum
+        if const_expr(self.exchanges_always):
+            largest = self.larger_of_both(turn, half, maximum)
+        else:
+            stays = not self.state.moves(0, maximum)
+            if not barrier_all(stays, self.rows_barrier(), HALVES * LANES):
+                largest = self.larger_of_both(turn, half, maximum)
+        return largest
+
+    @property
+    def exchanges_always(self) -> bool:
+        return not self.state.only_rises
+
+    def larger_of_both(self, turn, half, value):
+        """Return the larger of the values of the two threads of this row."""
+        return cute.arch.fmax(value, self.exchange(turn, half, value))
+
+    @staticmethod
+    def rows_barrier():
+        """Return the barrier of the two warps that share this warp's rows."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return SoftmaxBarrier.ROWS + (warp // (4 * HALVES) * 4 + warp % 4)
 
     @cute.jit
     def exchange(self, turn, half, value):
         """Return the ``value`` of the other thread of this row. ``turn`` counts exchanges.
 
-        Turns alternate between two arrays. A thread writes this array again only in the turn after next. The barrier of
-        the next turn comes before that, so the other thread has read its value by then.
+        Turns alternate between two arrays. A thread writes this array again only in the turn after next, or later. A
+        barrier of the next turn comes before that, so the other thread has read its value by then.
         """
-        thread, warp = cute.arch.thread_idx()[0], cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread = cute.arch.thread_idx()[0]
         values = shared_array(Float32, self.exchanged + turn % 2 * (EXCHANGED_BYTES // 2))
         values[thread] = value
-        rows = warp // (4 * HALVES) * 4 + warp % 4
-        cute.arch.barrier(barrier_id=SoftmaxBarrier.ROWS + rows, number_of_threads=HALVES * LANES)
+        cute.arch.barrier(barrier_id=self.rows_barrier(), number_of_threads=HALVES * LANES)
         return values[thread + WARPGROUP * (1 - 2 * half)]
 
     @cute.jit
