@@ -60,7 +60,11 @@ class Shape:
         With M = 64 of one CTA, rows use the lower half of each 32-lane quarter, except in .ws instructions.
         """
         r = np.arange(self.rows)
-        return r // 16 * 32 + r % 16 if self.ctas == 1 and self.rows == 64 and not self.ws else r
+        return r // 16 * 32 + r % 16 if self.uses_half_of_the_lanes else r
+
+    @property
+    def uses_half_of_the_lanes(self) -> bool:
+        return self.ctas == 1 and self.rows == 64 and not self.ws
 
     @property
     def split(self) -> int:

@@ -13,7 +13,7 @@ from ..native.layout import CLOCK_KNOWN, CLOCK_WARP, TOUCH_ASYNC, TOUCH_WRITE, W
 from ..ptx import Instr
 from .bulk import clock_copy, join
 from .operands import address_operand
-from .tensor_memory import COLUMNS, LANES, Mark, TensorMemory, converged, tensor_memory, touch, wait_for_lanes
+from .tensor_memory import ALL_GROUPS, COLUMNS, Mark, TensorMemory, converged, tensor_memory, touch, wait_for_lanes
 from .tensor_queue import group_ctas
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def dealloc(c: Context, i: Instr) -> Op:
             return BLOCK
         del tm.allocated[start]
         if m.tracked:
-            free_clock(m, w, tm, start + np.arange(n), i.pc)
+            free_clock(m, w, tm, start, n, i.pc)
         tm.released.append((start, n))
         tm.free = sorted([*tm.free, (start, n)])
         m.progress()
@@ -121,14 +121,14 @@ def dealloc(c: Context, i: Instr) -> Op:
     return c.python(run)
 
 
-def free_clock(m: Machine, w: Warp, tm: TensorMemory, columns: np.ndarray, pc: int) -> None:
+def free_clock(m: Machine, w: Warp, tm: TensorMemory, start: int, n: int, pc: int) -> None:
     """Record a dealloc: barriers must order all accesses before it, and it needs no fence.
 
     PTX ISA, "issue granularity": it suffices that no access is concurrent.
     """
     clock = clock_copy(m, w).reshape(WARP_PARTS, -1)
     clock[CLOCK_WARP] = clock[CLOCK_KNOWN]
-    touch(m, w.cta, np.arange(LANES), columns, True, Mark(w.state.agent, own_clock(w), clock), pc)
+    touch(m, w.cta, ALL_GROUPS, [(start, n)], True, Mark(w.state.agent, own_clock(w), clock), pc)
     tm.freed = clock if tm.freed is None else np.maximum(tm.freed, clock)
 
 

@@ -13,7 +13,7 @@ from ..machine.state import Cta, Warp, first_lane, lanes_of
 from ..native.layout import OFFSET_MASK
 from ..ptx import Instr
 from .tensor_core import chunks
-from .tensor_memory import tensor_memory, touch
+from .tensor_memory import ALL_GROUPS, tensor_memory, touch
 from .tensor_queue import commit_clock, group_ctas, queue_key, queue_mark, touch_chunks
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Copy:
             for cta in ctas:
                 tensor_memory(m, cta)
                 touch_chunks(m, cta, index, mark, self.pc)
-                touch(m, cta, np.arange(128), column + np.arange(width), True, mark, self.pc)
+                touch(m, cta, ALL_GROUPS, [(column, width)], True, mark, self.pc)
         what = f"tcgen05.cp: {m.where(self.pc)}"
         m.add("tensor memory copy bytes", self.rows * self.bits // 8 * len(ctas))
         m.post(lambda: self.run(m, ctas, index, address, what), queue_key(ctas), what, w.cta.cluster, self.pc)
@@ -144,7 +144,7 @@ def shift(c: Context, i: Instr) -> Op:
             mark = queue_mark(m, w, ctas, i.pc)
             for cta in ctas:
                 tensor_memory(m, cta)
-                touch(m, cta, first + np.arange(32), column + np.arange(8), True, mark, i.pc)
+                touch(m, cta, 3 << first // 16, [(column, 8)], True, mark, i.pc)
 
         def move() -> None:
             for cta in ctas:

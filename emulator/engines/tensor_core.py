@@ -18,7 +18,7 @@ from ..errors import EmulatorError, MemoryFault, UninitializedRead, Unsupported
 from ..machine.state import Cta, Warp, first_lane
 from ..ptx import Imm, Instr, Mem, Vec
 from .instruction_descriptor import K_BYTES, PACK_BYTE, PACK_CHUNK, PACK_TIGHT, Shape, parse_shape
-from .tensor_memory import tensor_memory, touch
+from .tensor_memory import ALL_GROUPS, tensor_memory, touch
 from .tensor_queue import group_ctas, queue_key, queue_mark, touch_chunks
 
 if TYPE_CHECKING:
@@ -68,11 +68,10 @@ def gather(
 
 
 def decode(m: Machine, raw: np.ndarray, fmt: str, n: int, pack: int) -> np.ndarray:
-    """Return float32 [rows][n], decoded from rows of bytes."""
+    """Return float32 [rows][n], decoded from rows of bytes that n elements fill."""
     raw = np.ascontiguousarray(raw)
     out = np.empty((raw.shape[0], n), np.float32)
-    for r in range(raw.shape[0]):
-        m.core.core_decode(raw.ctypes.data + r * raw.shape[1], n, FORMAT[fmt], pack, out.ctypes.data + 4 * n * r)
+    m.core.core_decode(raw.ctypes.data, out.size, FORMAT[fmt], pack, out.ctypes.data)
     return out
 
 
@@ -178,7 +177,7 @@ class Job:
     def check_lanes(self) -> None:
         """PTX ISA, "data path layout organization": D and A start at lane 0, or both at lane 16 of layout F."""
         s, d = self.shape, self.d >> 16 & 0xFFFF
-        half = s.ctas == 1 and s.rows == 64 and not s.ws
+        half = s.uses_half_of_the_lanes
         a = self.a >> 16 & 0xFFFF if self.op.a_in_tmem else d
         if a != d or d not in ((0, 16) if half else (0,)):
             raise MemoryFault(
@@ -201,19 +200,20 @@ class Job:
     def track(self, m: Machine, w: Warp) -> None:
         s, pc = self.shape, self.op.pc
         mark = queue_mark(m, w, self.ctas, pc)
+        # Lanes of D, and of A, which has a copy in each group of lanes: half of each quarter, or all.
+        groups = 0x55 << (self.d >> 20 & 1) if s.uses_half_of_the_lanes else ALL_GROUPS
         for cta in self.ctas:
             tensor_memory(m, cta)
             touch_chunks(m, cta, self.b_chunks(m), mark, pc)
             if self.op.a_in_tmem:
-                lanes = (self.a >> 16 & 0xFFFF) + self.d_lanes()  # with column ranges, each lane group has a copy
-                touch(m, cta, lanes, (self.a & 0xFFFF) + np.arange(K_BYTES // 4), False, mark, pc)
+                touch(m, cta, groups, [(self.a & 0xFFFF, K_BYTES // 4)], False, mark, pc)
             else:
                 touch_chunks(m, cta, self.a_chunks(m), mark, pc)
             if s.scales:
                 for base, rows, byte in ((self.sf_a, s.rows, s.a_byte), (self.sf_b, self.b_scale_rows(), s.b_byte)):
-                    touch(m, cta, np.arange(128), self.scale_columns(base, rows, byte), False, mark, pc)
-            lanes = (self.d >> 16 & 0xFFFF) + self.d_lanes()
-            touch(m, cta, lanes, (self.d & 0xFFFF) + np.arange(self.d_columns()), True, mark, pc)
+                    spans = [(int(words[0]), len(words)) for words in self.scale_columns(base, rows, byte)]
+                    touch(m, cta, ALL_GROUPS, spans, False, mark, pc)
+            touch(m, cta, groups, [(self.d & 0xFFFF, self.d_columns())], True, mark, pc)
 
     # -- execution
     def run(self, m: Machine) -> None:

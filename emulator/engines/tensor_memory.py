@@ -6,6 +6,7 @@ Fragment layouts of the load and store shapes: PTX ISA, "tcgen05 data movement s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -82,15 +83,25 @@ def wait_for_lanes(m: Machine, w: Warp, frag: int) -> object:
 # ------------------------------------------------------------------ loads and stores
 @dataclass(frozen=True)
 class Fragment:
-    """Cells of one warp's registers: rows[lane, register], columns[lane, register]."""
+    """Cells of one warp's registers, from the address on: rows[lane, register], columns[lane, register]."""
 
     rows: np.ndarray
     columns: np.ndarray
-    packed: bool  # two 16-bit columns in one register
+    packed: bool  # two 16-bit columns in one register, the first of them in ``columns``
 
     @property
     def registers(self) -> int:
         return self.rows.shape[1]
+
+    @cached_property
+    def last_row(self) -> int:
+        return int(self.rows.max())
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Runs of neighbouring columns, as first column and number."""
+        used = np.unique([self.columns, self.columns + self.packed])
+        return [(int(run[0]), len(run)) for run in np.split(used, np.flatnonzero(np.diff(used) != 1) + 1)]
 
 
 def fragment(i: Instr, split: int) -> Fragment:
@@ -116,7 +127,7 @@ def fragment(i: Instr, split: int) -> Fragment:
         rows, columns = (t & 15) + 0 * q, q + (t >> 4) * split
     else:
         raise Unsupported(i.op)
-    return Fragment(rows, columns, packed)
+    return Fragment(rows, columns * (2 if packed else 1), packed)
 
 
 @dataclass
@@ -140,25 +151,26 @@ class Transfer:
                 f"{w} accesses tensor memory from lane {lane}, not a multiple of 16\n  {m.where(self.pc)}"
             )
         # PTX ISA, "tcgen05 access restrictions": warp k of a warpgroup reaches lanes 32k .. 32k + 31.
-        first, last = 32 * (w.id % 4), lane + int(self.fragment.rows.max())
+        first, last = 32 * (w.id % 4), lane + self.fragment.last_row
         if lane < first or last >= first + 32:
             raise MemoryFault(
                 f"{w} accesses tensor-memory lanes {lane}..{last} but may only access {first}..{first + 31}\n"
                 f"  {m.where(self.pc)}"
             )
-        columns = column + self.fragment.columns * (2 if self.fragment.packed else 1)
         tm = tensor_memory(m, w.cta)
-        width = int(columns.max()) - column + 1 + self.fragment.packed
-        tm.check(m, column, width, m.where(self.pc))
-        return tm, lane + self.fragment.rows, columns
+        tm.check(m, column, sum(self.fragment.spans[-1]), m.where(self.pc))
+        return tm, lane + self.fragment.rows, column + self.fragment.columns
 
     def track(self, m: Machine, w: Warp, lanes: np.ndarray, columns: np.ndarray, write: bool) -> tuple[int, int]:
+        """Record the access in the race detector. Element 0 of ``lanes`` and ``columns`` is at the address."""
         stamp, agent, clock = stream(m, w, "tcgen05.st" if write else "tcgen05.ld")
         if write:
             w.state.tensor_stores = agent
         else:
             w.state.tensor_loads = agent
-        touch(m, w.cta, lanes, columns, write, Mark(agent, clock, stamp), self.pc)
+        groups = (1 if self.fragment.last_row < 16 else 3) << int(lanes[0, 0]) // 16
+        spans = [(int(columns[0, 0]) + first, n) for first, n in self.fragment.spans]
+        touch(m, w.cta, groups, spans, write, Mark(agent, clock, stamp), self.pc)
         return agent, clock
 
 
@@ -171,21 +183,18 @@ class Mark(NamedTuple):
     how: int = 0
 
 
-def touch(m: Machine, cta: Cta, lanes, columns, write: bool, mark: Mark, pc: int) -> None:
-    """Record a block of cells in the race detector: each run of neighbouring columns, for whole groups of 16 lanes."""
-    groups = 0
-    for g in np.unique(np.ravel(lanes) // 16):
-        groups |= 1 << int(g)
+ALL_GROUPS = 0xFF
+
+
+def touch(m: Machine, cta: Cta, groups: int, spans: list[tuple[int, int]], write: bool, mark: Mark, pc: int) -> None:
+    """Record cells in the race detector.
+
+    ``groups``: a bit for each 16 lanes. ``spans``: first column and number of columns of each run.
+    """
     kind = mark.how | TOUCH_ASYNC | (TOUCH_WRITE if write else TOUCH_READ)
     vc = mark.stamp.ctypes.data
-    for first, n in runs(np.unique(columns)):
+    for first, n in spans:
         m.core.core_shadow_tmem(m.address, cta.address, groups, first, n, kind, mark.agent, mark.clock, vc, pc)
-
-
-def runs(sorted_columns: np.ndarray) -> list[tuple[int, int]]:
-    """Return the contiguous runs of a sorted array as (first, length)."""
-    breaks = np.flatnonzero(np.diff(sorted_columns) != 1) + 1
-    return [(int(part[0]), len(part)) for part in np.split(sorted_columns, breaks)]
 
 
 @dataclass

@@ -6,11 +6,13 @@ copy_traits_sm100.hpp and copy_sm100.hpp.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from helpers.device.tmem import LANES, address, descriptor, k_major, noise, run_tmem
 
-from hopwell.emulator import EmulatorError, MemoryFault, Unsupported
+from hopwell.emulator import EmulatorError, Hazard, MemoryFault, Unsupported
 
 COLUMNS = 48
 # Shape -> rows of the source and, for each of its 32-row groups, the first lanes that receive it.
@@ -199,6 +201,18 @@ def test_packed_transfers_take_the_lower_halves_of_two_columns():
     np.testing.assert_array_equal(after[:, 16:20], low[:, 0::2] | low[:, 1::2] << 16)
     np.testing.assert_array_equal(after[:, 24:32] & 0xFFFF, low)
     np.testing.assert_array_equal(after[:, :16], before[0, :, :16])
+
+
+@pytest.mark.parametrize("wait", ["tcgen05.wait::st.sync.aligned;", ""], ids=["waits", "does not wait"])
+def test_both_columns_of_a_packed_store_are_tracked(wait):
+    moved = (
+        "mov.b32 %r32, 7; add.u32 %r110, %r106, 4; add.u32 %r111, %r106, 5;"
+        f"tcgen05.st.sync.aligned.32x32b.x1.unpack::16b.b32 [%r110], {{%r32}}; {wait}"
+        "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r33}, [%r111]; tcgen05.wait::ld.sync.aligned;"
+        "tcgen05.wait::st.sync.aligned;"
+    )
+    with nullcontext() if wait else pytest.raises(Hazard, match="read is not ordered after write"):
+        run_tmem("", noise(1, LANES, COLUMNS), everyone=moved)
 
 
 def reduced(rows: np.ndarray, op: str, kind: str) -> np.ndarray:
