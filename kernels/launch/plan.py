@@ -68,7 +68,8 @@ class Plan:
         self._options = (*made.numbers(problem), int(problem.programmatic_launch))
         if self.has_work:
             sizes = made.geometry(problem, self.config)
-            self.tickets = tickets(query.device, made.counters(sizes, self.config))
+            self._counters = made.counters(sizes, self.config)
+            self.tickets = tickets(query.device, self._counters)
             self.tickets.reserve()
             self.function = bind(self.config, query.device)
             self.anchor = device_anchor(query.device)
@@ -109,7 +110,7 @@ class Plan:
         """Tell the emulator which memory a launch may reach."""
         from hopwell.emulator import EmulatorError, Span
 
-        counters, size = self.tickets.address(), self.tickets.bytes
+        counters, size = self.tickets.address(), 4 * self._counters
         operands = [(name(one), "out" if one in RESULTS else "in", view) for one, view in views.items()]
         try:
             with emulated_memory(operands, [Span("tickets", counters, size)]):

@@ -115,8 +115,13 @@ _sets: dict[tuple[torch.device, int], Tickets] = {}
 
 
 def tickets(device: torch.device, ints: int = TICKETS) -> Tickets:
-    """Return the sets of ``ints`` counters of ``device``."""
-    found = _sets.get((device, ints))
+    """Return sets of at least ``ints`` counters of ``device``.
+
+    The number is a power of two. Decode needs another number for each length of a page table, and sets of all these
+    numbers would take a slab each.
+    """
+    most = 1 << (ints - 1).bit_length()
+    found = _sets.get((device, most))
     if found is None:
-        found = _sets.setdefault((device, ints), Tickets(device, ints))
+        found = _sets.setdefault((device, most), Tickets(device, most))
     return found

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hopwell.kernels.config.splitting import TICKETS
+from hopwell.kernels.config.splitting import TICKETS, counter_ints, slot_count
 from hopwell.kernels.launch import tickets as module
 from hopwell.kernels.launch.tickets import SLAB_BYTES, SLAB_SETS, Tickets, tickets
 
@@ -47,6 +47,15 @@ def in_threads(count: int, work: list[Tickets]) -> dict[int, list[int]]:
         thread.join(60)
     assert len(got) == count
     return got
+
+
+def test_page_tables_of_all_lengths_share_few_sets() -> None:
+    """Each number of counters has a slab of memory, and engines give tables of another length in many steps."""
+    needed = [counter_ints(slot_count(128, 8, 128, 512 * chunks, 132)) for chunks in range(1, 257)]
+    assert len(set(needed)) > 200
+    sets = {number: tickets(CPU, number) for number in needed}
+    assert len(set(sets.values())) <= 3
+    assert all(4 * number <= found.bytes < 8 * number for number, found in sets.items())
 
 
 @pytest.mark.parametrize("ints", [TICKETS, INTS, 10**5, 10**7])
@@ -152,7 +161,7 @@ def test_one_store_for_each_device_and_size(monkeypatch: pytest.MonkeyPatch) -> 
         thread.join(60)
     assert len(got) == 8
     assert all(pair == (tickets(CPU), tickets(CPU, INTS)) for pair in got)
-    assert [one.bytes for one in got[0]] == [4 * TICKETS, 4 * INTS]
+    assert [one.bytes for one in got[0]] == [4 * 4, 4 * 8]  # powers of two of TICKETS and INTS
 
 
 class FakeStreams:
