@@ -5,7 +5,7 @@ rules follow from launches and graphs:
 
 * Launches that may run at the same time must not share scratch, so every stream has its own.
 * A CUDA graph keeps the address that it was captured with. Captured launches have other memory than the eager launches
-  of their stream, and no scratch is ever freed.
+  of their stream, and no scratch is ever freed. Scratch that has to grow therefore doubles.
 
 An allocation during a capture comes from the graph's memory and adds no cost to replays. While the tensor is kept,
 torch gives that memory to no other tensor, even after the graph is gone. Graphs captured on one stream share scratch,
@@ -47,7 +47,8 @@ class OwnScratch:
         known = self._known_to_thread() if stream == PER_THREAD_STREAM else self._of_stream
         found = known.get(key)
         if found is None or found.numel() < size:
-            found = known[key] = self._allocated(size, sized_by)
+            least = 0 if found is None else 2 * found.numel()
+            found = known[key] = self._allocated(size, sized_by, least)
         return found
 
     def address(self, size: int) -> int:
@@ -60,7 +61,7 @@ class OwnScratch:
             self._of_thread.known = {}
         return self._of_thread.known
 
-    def _allocated(self, size: int, sized_by: str) -> torch.Tensor:
+    def _allocated(self, size: int, sized_by: str, least: int) -> torch.Tensor:
         _log.warning(
             "workspace_buffer is too small for decode scratch (%s bytes, see %s); allocated a private buffer for this "
             "stream of %s",
@@ -68,7 +69,7 @@ class OwnScratch:
             sized_by,
             self._device,
         )
-        fresh = torch.empty(size, dtype=torch.uint8, device=self._device)
+        fresh = torch.empty(max(size, least), dtype=torch.uint8, device=self._device)
         with self._lock:
             self._kept.append(fresh)
         return fresh

@@ -74,3 +74,11 @@ def test_one_line_for_each_allocation(streams: Streams, memory: Any, caplog: pyt
     for size in (100, 100, 50, 200, 200):
         address(memory, size)
     assert [record.args[0] for record in caplog.records] == ["100", "200"]
+
+
+def test_longer_page_tables_allocate_few_times(streams: Streams, memory: Any) -> None:
+    """The size grows with the table of each step, and memory of smaller sizes stays."""
+    sizes = range(1000, 100_000, 100)
+    for size in sizes:
+        assert memory.tensor(size, "workspace_bytes").numel() >= size
+    assert sum(kept.numel() for kept in memory._kept) < 4 * max(sizes)
