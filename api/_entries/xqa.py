@@ -172,7 +172,7 @@ def xqa_workspace_bytes(
 
     The workspace holds partial results of requests whose keys several SMs share. Rows are query heads that share a KV
     head times new tokens of a request. On 132 SMs, with 8 KV heads of 128 columns and 131072 keys, it is 24 MiB for 8
-    rows, 56 MiB for 32 and 101 MiB for 64. With 1024 keys it is 20, 40 and 40 MiB.
+    rows, 56 MiB for 32 and 101 MiB for 64. With 1024 keys it is 20, 40 and 54 MiB.
 
     Args:
         num_heads: query heads.
