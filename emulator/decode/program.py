@@ -97,7 +97,8 @@ class Program:
         other = copy.copy(self)
         other.kernel = copy.copy(self.kernel)
         other.kernel.instrs = list(self.kernel.instrs)
-        other.file = copy.deepcopy(self.file)
+        # A copy of the kernel's instructions would take ten times as long as a short launch.
+        other.file = copy.deepcopy(self.file, {id(self.kernel): other.kernel})
         other.handlers = dict(self.handlers)
         other.insns = type(self.insns).from_buffer_copy(self.insns)
         words, refs = self.words.tolist(), self.refs.tolist()
