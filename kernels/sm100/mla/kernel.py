@@ -205,10 +205,11 @@ class MlaSm100(MlaSm90):
         slot = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
         mask = self.mask_type(self.config.mask, Int32(geometry.mask_size))
         warp, rank = cute.arch.make_warp_uniform(cute.arch.warp_idx()), pair.rank()
+        self.begin(warp, ((K_WARP, k_atom), (SCHEDULE_WARP, q_atom)), zeroing_barriers)
+        pair.meet()  # the other CTA runs, as the allocation needs, and its barriers are initialised
         if warp == MMA_WARP:
             tmem.allocate(slot, CTAS)
-        self.begin(warp, ((K_WARP, k_atom), (SCHEDULE_WARP, q_atom)), zeroing_barriers)
-        pair.meet()  # the other CTA's barriers are initialised
+        cute.arch.sync_threads()
         tmem.after_signal()
         tensor_memory = shared_array(Int32, slot)[0]
         s_ring, p_ring, o_ring = (LeaderRing.of(ring) for ring in (rings.s, rings.p, rings.o))
