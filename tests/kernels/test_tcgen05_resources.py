@@ -84,6 +84,8 @@ def check_tensor_memory(ptx: str, columns: int) -> None:
     assert sum(taken) <= columns, "more columns than tensor memory has"
     groups = set(re.findall(r"\btcgen05\.[\w.]*?cta_group::(\d)", ptx))
     assert len(groups) == 1, "PTX ISA: all tcgen05 instructions of a kernel have one cta_group"
+    if groups == {"2"}:
+        assert "barrier.cluster.wait" in ptx[: ptx.index("tcgen05.alloc")], "the peer CTA may not have been launched"
 
 
 def test_every_cell_of_both_architectures_is_in_the_smaller_sets() -> None:
@@ -110,6 +112,7 @@ PTX = """
         ("512", "96", "power of two"),
         ("512", "1024", "more columns"),
         ("alloc", "other", "no tensor memory"),
+        ("cta_group::1", "cta_group::2", "not have been launched"),
     ],
 )
 def test_tensor_memory_that_breaks_a_rule(before: str, after: str, message: str | None) -> None:
