@@ -6,6 +6,7 @@ kernel must not read or must overwrite is NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from helpers.device.schedules import Setting, schedules, setting
 from hopwell import emulator
 from hopwell.kernels import execute, registry
 from hopwell.kernels.launch import geometry
+from hopwell.kernels.problem import LogSumExp, LseLayout
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
 from tests.mla.test_clients import test_context_parallel_ranks as ranks_share_keys
 
@@ -141,6 +143,57 @@ def test_query_that_is_expanded_over_heads() -> None:
     one = problem.query[:, :1].expand(-1, 80, -1)
     expanded, alike = (execute(replace(problem, query=query)).clone() for query in (one, one.contiguous()))
     assert torch.equal(expanded, alike)
+
+
+# Requests have one, two and three steps, and no key for some tokens.
+Q_LENS, KV_LENS = [2, 2, 2], [300, 130, 1]
+KINDS = pytest.mark.parametrize("kind", [MlaBatch, Fp8MlaBatch])
+
+
+@KINDS
+def test_requests_and_pages_elsewhere_change_no_bit(kind: type[MlaBatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pair of CTAs takes every request whole, and three pairs cut them."""
+    data = kind(Q_LENS, KV_LENS, heads=70, device="cpu")
+    monkeypatch.setattr(geometry, "EMULATED_SMS", 2)
+    together = execute(data.decode(64)).clone()
+    assert not together.isnan().any()
+    assert torch.equal(together, torch.cat([execute(data.request(i).decode(64)).clone() for i in range(data.size)]))
+    for sms in (2, 6):
+        monkeypatch.setattr(geometry, "EMULATED_SMS", sms)
+        assert torch.equal(*(execute(data.decode(64, order=order)).clone() for order in (1, 2)))
+
+
+@KINDS
+def test_counts_of_keys_are_those_of_hopper(kind: type[MlaBatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With queries of zero and one-hot keys, a row's output counts its visible keys, however they are cut."""
+    data = kind(Q_LENS, KV_LENS, heads=70, device="cpu")
+    data.q.zero_()
+    for k in data.k:
+        k.zero_()
+        token = torch.arange(k.shape[0])
+        k[token, :, token % data.v_head_dim] = 1.0
+    expected, found = data.expected_mla(), []
+    for arch, sms in (("sm_90a", 1), (ARCH, 2), (ARCH, 6)):
+        monkeypatch.setattr(geometry, "EMULATED_SMS", sms)
+        lse = torch.full((data.tokens, data.heads), torch.nan)
+        with emulator.use(arch):
+            out = execute(data.decode(64, lse=LogSumExp(lse, LseLayout.RAGGED, natural=True))).clone()
+        expected.check(out)
+        expected.check_lse(lse)
+        found.append(torch.cat([out.double(), lse[..., None]], -1))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(("kind", "power"), [(MlaBatch, 30), (Fp8MlaBatch, 24)])
+def test_logits_beyond_the_precision_of_float32(kind: type[MlaBatch], power: int) -> None:
+    """Equal keys share the weight, though the product of their logit and the scale is off by many powers of two."""
+    data = kind([1], [300], heads=70, device="cpu")
+    data.q.zero_()
+    data.q[0, :, -1] = 2.0 * torch.arange(8, 16).repeat(9)[:70]
+    data.k[0].fill_(1.0)
+    out = execute(data.decode(64, softmax_scale=1.01 * 2**power * math.log(2) / 30))
+    assert ((out.double() - 1).abs() <= (2**-4 if kind is Fp8MlaBatch else 0)).all()
 
 
 def test_ranks_that_share_keys() -> None:
