@@ -27,7 +27,7 @@ def batch(device: str, query: torch.dtype, cache: torch.dtype, dim: int = 64, **
     return LowPrecisionBatch(device=device, **sizes | types | changes)
 
 
-def check(data: LowPrecisionBatch, cache: torch.dtype, nvfp4: bool = True) -> None:
+def check(data: LowPrecisionBatch, cache: torch.dtype) -> None:
     """Compare an e4m3 output with float64, and an NVFP4 output with the quantizer."""
     key, value, table = data.pages(16)
     given: dict[str, Any] = data.options(CAUSAL)
@@ -35,8 +35,6 @@ def check(data: LowPrecisionBatch, cache: torch.dtype, nvfp4: bool = True) -> No
         given["kv_block_scales"] = data.block_scales(16, "interleaved")
     out = context(data, (key, value), table, out_dtype=E4M3, **given)
     data.expected_low(CAUSAL).check(out)
-    if not nvfp4:
-        return
     wide = context(data, (key, value), table, out_dtype=FP16, **given)
     check_nvfp4_output(context(data, (key, value), table, out_dtype="nvfp4", o_sf_scale=3.0, **given), wide, 3.0)
     assert (out.double() - wide.double()).abs().max() <= 2.0**-4 * wide.double().abs().max()
@@ -49,15 +47,12 @@ def test_context_entry(query: torch.dtype, cache: torch.dtype, dim: int, device:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
-def test_context_entry_of_mma_sync(arch: str) -> None:
-    """Kernels of mma.sync serve Blackwell too, whose tensor-memory kernels have 16-bit outputs only, and other sums.
-
-    Heads are packed.
-    """
+def test_context_entry_of_other_architectures(arch: str) -> None:
+    """tcgen05 kernels of sm_100a, and mma.sync kernels of sm_120a with packed heads."""
     from hopwell import emulator
 
     with emulator.use(arch):
-        check(batch("cpu", BF16, BF16, q_lens=[3, 1, 0, 2], kv_lens=[70, 1, 5, 0]), BF16, nvfp4=arch == "sm_120a")
+        check(batch("cpu", BF16, BF16, q_lens=[3, 1, 0, 2], kv_lens=[70, 1, 5, 0]), BF16)
 
 
 def test_other_entries(device: str) -> None:
