@@ -406,7 +406,7 @@ def head_scale_configs() -> list[PrefillConfig]:
             (PrefillConfig, "sm_90a", "bf16", (256, 256), dict(kv_type=KvType.E4M3)),
             (PrefillConfig, "sm_90a", "bf16", (192, 128), dict(kv_type=KvType.NVFP4)),
             (PrefillConfig, "sm_90a", "e4m3", (128, 128), {}),
-            (PrefillConfig, "sm_90a", "e4m3", (192, 128), dict(packs_heads=True)),
+            (PrefillConfig, "sm_90a", "e4m3", (64, 64), dict(packs_heads=True)),
             (Sm120PrefillConfig, "sm_120a", "bf16", (128, 128), dict(kv_type=KvType.E4M3)),
             (Sm120PrefillConfig, "sm_120a", "e4m3", (128, 128), {}),
             (Sm100PrefillConfig, "sm_100a", "e4m3", (128, 128), {}),
