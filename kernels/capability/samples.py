@@ -48,7 +48,9 @@ def _cache(dims: tuple[int, int], kv: torch.dtype, page_size: int, *, interleave
     packing = 2 if kv is UINT8 else 1
     key, value = (_empty(PAGES, KV_HEADS, page_size, dim // packing, dtype=kv) for dim in dims)
     scales = [_empty(PAGES, KV_HEADS, page_size, dim // BLOCK, dtype=FP8) for dim in dims]
-    return dict(key=key, value=value, kv_scales=BlockScales(*scales, interleaves_v) if kv is UINT8 else None)
+    return dict(
+        key=key, value=value, kv_scales=BlockScales(scales[0], scales[1], interleaves_v) if kv is UINT8 else None
+    )
 
 
 def _problem(
