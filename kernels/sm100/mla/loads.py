@@ -103,8 +103,8 @@ class LatentRows(PageRows):
 @dataclass
 class EightBitRows(LatentRows):
     """Rows of 8-bit keys, to be dequantized in place as in ``parts/dequant/latent_rows.py``. Four lanes copy 64 bytes
-    of a row, each to
-    the place of the first of its two result vectors. They copy the row's scales to the place of the second.
+    of a row, each to the place of the first of its two result vectors. They copy the row's scales to the place of the
+    second.
     """
 
     row_format: LatentRowFormat = field(kw_only=True)
