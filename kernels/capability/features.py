@@ -47,15 +47,15 @@ class Feature:
         key: identifier of the row.
         kind: "data types", "masks" and so on.
         title: text of the row and of refusals.
-        probe: function that turns a case into the sample problem of a call with the feature.
-        cases: arguments of ``probe``; all need kernels. A row without cases is for calls that no other row covers.
+        sample: function that turns a case into the sample problem of a call with the feature.
+        cases: arguments of ``sample``; all need kernels. A row without cases is for calls that no other row covers.
         is_asked: whether a problem needs the row.
     """
 
     key: str
     kind: str
     title: str
-    probe: Callable[..., Any]
+    sample: Callable[..., Any]
     cases: tuple[dict[str, Any], ...]
     is_asked: Callable[[Any], bool]
 
@@ -72,7 +72,7 @@ class Feature:
 
     @property
     def _problems(self) -> list[Any]:
-        return [self.probe(**case) for case in self.cases]
+        return [self.sample(**case) for case in self.cases]
 
     def marks(self, arch: str) -> tuple[str, ...]:
         """Return a mark and the matrix instruction for each kernel that serves the cases on ``arch``."""
@@ -118,9 +118,9 @@ def _over(name: str, values: Any, **others: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Factory of the rows of a family of kernels, whose sample problems ``probe`` creates."""
+    """Factory of the rows of a family of kernels, whose sample problems ``sample`` creates."""
 
-    probe: Callable[..., Any]
+    sample: Callable[..., Any]
 
     def row(
         self, key: str, kind: str, title: str, *cases: dict[str, Any], shown: dict[str, Any] | None = None
@@ -129,7 +129,7 @@ class _Rows:
         cases = cases or ({},)
         signs = cases if shown is None else (shown,)
         return Feature(
-            key, kind, title, self.probe, cases, lambda problem: any(samples.has(problem, one) for one in signs)
+            key, kind, title, self.sample, cases, lambda problem: any(samples.has(problem, one) for one in signs)
         )
 
     def no_row(
@@ -143,7 +143,7 @@ class _Rows:
         def is_asked(problem: Any) -> bool:
             return any(samples.has(problem, one) for one in shown) and not any(row.is_asked(problem) for row in beside)
 
-        return Feature(key, kind, title, self.probe, (), is_asked)
+        return Feature(key, kind, title, self.sample, (), is_asked)
 
     def mask(self, mask: MaskKind, note: str = "", **case: Any) -> Feature:
         """Return the row of a mask, with a note on the argument that selects it."""
@@ -178,7 +178,7 @@ class _Rows:
 
 _PAGE_SIZES = (1, 3, 16, 1056)  # both ways to fetch, and a page larger than a TMA box can be
 _PREFILL, _DECODE, _MLA, _APPEND = (
-    _Rows(probe) for probe in (samples.prefill, samples.decode, samples.mla, samples.append)
+    _Rows(sample) for sample in (samples.prefill, samples.decode, samples.mla, samples.append)
 )
 _BYTES_IN: dict[str, Any] = dict(query=FP8, kv=FP8)  # 8-bit operands of prefill and MLA
 

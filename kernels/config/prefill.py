@@ -86,13 +86,13 @@ _CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_r
 # conversions; with two converting warpgroups they would take 1 to 3 % more time (H100, 2026-11-25).
 _CONVERTED_BY_TWO: dict[str, Any] = dict(consumer_registers=192, converting_registers=32, converting_warpgroups=2)
 # Kernels that transpose V need fewer registers for loaders and the converting warpgroup; 8 more for the consumers
-# gained 1 to 2 %. PART_STEP is for kernels that add products of n slices to O. At head dim 128, 160 keys give 778 and
-# 700 TFLOP/s at 1 x 16384 and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24). BYTE_STEP
-# is for kernels whose products accumulate O (promotion), which leaves registers for 192 keys: 1.01 to 1.02 times as
-# fast as 160 at both sizes (H100, 2026-11-25).
+# gained 1 to 2 %. N_SLICE_STEP_KEYS is for kernels that add products of n slices to O. At head dim 128, 160 keys give
+# 778 and 700 TFLOP/s at 1 x 16384 and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24).
+# PROMOTION_STEP_KEYS is for kernels whose products accumulate O (promotion), which leaves registers for 192 keys: 1.01
+# to 1.02 times as fast as 160 at both sizes (H100, 2026-11-25).
 _TRANSPOSING: dict[str, Any] = dict(producer_registers=32, consumer_registers=216, converting_registers=48)
-BYTE_STEP = 192
-PART_STEP = 160
+PROMOTION_STEP_KEYS = 192
+N_SLICE_STEP_KEYS = 160
 DEQUANTIZED_PAIRS_TO = 128
 DEQUANTIZED_APART_TO = 192  # K and V of larger head dims are dequantized in place
 PAIRED_MARGIN = 40  # registers needed besides S, O and two P
@@ -180,7 +180,7 @@ class PrefillConfig(KernelConfig):
         """Return the tile for 8-bit queries, keys and values, given the ``tile`` of the same head dims in 16 bits."""
         step = min(tile.n, _MIDDLE_DIMS.n)
         if dims == (128, 128) and not short_steps:
-            step = BYTE_STEP if promotes else PART_STEP
+            step = PROMOTION_STEP_KEYS if promotes else N_SLICE_STEP_KEYS
         m, stages = min(tile.m, _MIDDLE_DIMS.m), 2
         if tile.splits_v:  # one stage of transposed V takes 64 KiB
             step, stages = SHORT_STEP, 1

@@ -167,7 +167,7 @@ def fan_in_bits(columns: int) -> int:
 
 def gmem_levels(leaf: int, capacity: int, in_smem: int) -> int:
     """Return the levels of a CTA's tree in global memory, beyond the ``in_smem`` levels, below the root of the
-    longest line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
+    longest request. Leaves have ``leaf`` keys, requests up to ``capacity``."""
     leaves = -(-max(capacity, 1) // leaf)
     return max((leaves - 1).bit_length() - in_smem, 0)
 

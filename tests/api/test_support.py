@@ -11,8 +11,7 @@ from helpers.calls.valid_calls import FORMS, Form
 
 from hopwell import emulator
 from hopwell.kernels import support
-from hopwell.kernels.capability import features, gpu_runs
-from hopwell.kernels.capability import samples as probes
+from hopwell.kernels.capability import features, gpu_runs, samples
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.registry import prefill_type, shipped_configs
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
@@ -95,7 +94,7 @@ def test_a_new_row_has_the_mark_of_the_emulator_until_it_has_run(entry: str, mon
     row = next(row for row in features.ENTRIES[entry].features if row.kind == "masks")
     new = replace(row, key="a_new_mask")
     assert all(mark.startswith(gpu_runs.EMULATED) for arch in support.ARCHS for mark in new.marks(arch))
-    (problem, *_), hopper = [new.probe(**case) for case in new.cases], gpu_runs.HOPPER_KERNELS
+    (problem, *_), hopper = [new.sample(**case) for case in new.cases], gpu_runs.HOPPER_KERNELS
     ran = hopper | {problem.family: hopper[problem.family] | {new.key}}
     monkeypatch.setattr(gpu_runs, "HOPPER_KERNELS", ran)
     assert new.marks("sm_90a") == row.marks("sm_90a")
@@ -104,7 +103,7 @@ def test_a_new_row_has_the_mark_of_the_emulator_until_it_has_run(entry: str, mon
 
 def test_rows_that_have_run_are_in_the_table() -> None:
     rows = [row for entry in features.ENTRIES.values() for row in entry.features if row.cases]
-    keys = {(row.probe(**row.cases[0]).family, row.key) for row in rows}
+    keys = {(row.sample(**row.cases[0]).family, row.key) for row in rows}
     for record in (gpu_runs.HOPPER_KERNELS, gpu_runs.SM120_KERNELS):
         assert {(family, key) for family, names in record.items() for key in names} <= keys
 
@@ -229,12 +228,12 @@ def test_blackwell_has_its_own_kernels_of_16_and_8_bits() -> None:
 def test_sm120_has_decode_head_dims_of_hopper() -> None:
     others = features.ENTRIES[support.XQA].feature("other_head_dim")
     every = itertools.product(range(8, 601, 8), repeat=2)
-    dims = {each for each in every if not others.is_asked(probes.decode(dims=each))}
+    dims = {each for each in every if not others.is_asked(samples.decode(dims=each))}
     assert dims == set(DecodeConfig.head_dims) == set(Sm120DecodeConfig.head_dims)
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
-    problems = {dims: probes.prefill(dims=dims) for dims in itertools.product(range(8, 601, 8), repeat=2)}
+    problems = {dims: samples.prefill(dims=dims) for dims in itertools.product(range(8, 601, 8), repeat=2)}
     for arch in support.ARCHS:
         served = {dims for dims, one in problems.items() if features.lacking(support.CONTEXT, one, arch) is None}
         assert served == set(prefill_type(arch).all_tiles())
@@ -245,7 +244,7 @@ def test_problems_need_the_rows_that_they_stand_for(entry: str) -> None:
     """The table refuses a problem exactly if no kernel serves it."""
     for row in features.ENTRIES[entry].features:
         for case in row.cases:
-            problem = row.probe(**case)
+            problem = row.sample(**case)
             assert row.is_asked(problem), (row.key, case)
             for arch in support.ARCHS:
                 lacks = features.lacking(entry, problem, arch) is not None

@@ -106,13 +106,13 @@ class TestOperands:
         found = operands(replace(problem, kv_scales=None, out_scales=None), problem.out)
         assert tuple(found) == Addresses._fields[:-1]
 
-    @pytest.mark.parametrize("probe", [samples.decode, samples.mla])
-    def test_decode_has_lengths_of_all_dcp_ranks_where_prefill_has_offsets_of_keys(self, probe: Any) -> None:
-        problem = probe(mask=MaskKind.CYCLIC)
+    @pytest.mark.parametrize("sample", [samples.decode, samples.mla])
+    def test_decode_has_lengths_of_all_dcp_ranks_where_prefill_has_offsets_of_keys(self, sample: Any) -> None:
+        problem = sample(mask=MaskKind.CYCLIC)
         found = operands(problem, None)
         assert (*found, "tickets") == DecodeAddresses._fields
         assert found["dcp_kv_lens"] is problem.dcp_rank.kv_lens
-        assert operands(probe(), None)["dcp_kv_lens"] is None
+        assert operands(sample(), None)["dcp_kv_lens"] is None
         changed = {of: to for of, to in zip(Addresses._fields, DecodeAddresses._fields, strict=True) if of != to}
         assert changed == {"k_offsets": "dcp_kv_lens"}
         scaled = operands(samples.decode(kv=torch.uint8), None)

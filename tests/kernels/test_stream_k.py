@@ -440,7 +440,7 @@ def commit(state: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_whoever_combines_finds_the_same_tree(seed: int, state: SimpleNamespace) -> None:
-    """Lines in segments with any start are processed in any order; one is the last, and all counters return to zero."""
+    """Segments of an output tile are processed in any order. The last finds the root; all counters return to zero."""
     random.seed(seed)
     shift, rows, slots = random.choice((0, 0, 1, 3)), random.choice(SWAP_AB_ROWS), 4096
     leaves = random.choice((1, 7, 16, 17, 64, 65, 100, 255, 257, 300)) << random.choice((0, shift))
@@ -457,10 +457,16 @@ def test_whoever_combines_finds_the_same_tree(seed: int, state: SimpleNamespace)
     begins = {cut << shift >> first_level << first_level for cut in cuts} - {0}
     bounds = [0, *sorted(begins), leaves]
     whole = StreamKTile.from_ints([Int32(0)] * StreamKTile.INTS)
-    line = dict(leaves=Int32(leaves), line_start=Int32(random.choice((0, 5))), shift=Int32(shift))
-    line["first_level"] = Int32(first_level)
+    output_tile = dict(leaves=Int32(leaves), output_tile_start=Int32(random.choice((0, 5))), shift=Int32(shift))
+    output_tile["first_level"] = Int32(first_level)
     segments = [
-        replace(whole, **line, first_leaf=Int32(begin), end_leaf=Int32(end), keys=keys_of(leaves - end, leaves - begin))
+        replace(
+            whole,
+            **output_tile,
+            first_leaf=Int32(begin),
+            end_leaf=Int32(end),
+            keys=keys_of(leaves - end, leaves - begin),
+        )
         for begin, end in itertools.pairwise(bounds)
     ]
     random.shuffle(segments)

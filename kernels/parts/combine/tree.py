@@ -1,19 +1,19 @@
-"""Binary-tree combine of stream-K decode with few rows: the results of a line's leaves become its output.
+"""Binary-tree combine of stream-K decode with few rows: the results of an output tile's leaves become its output.
 
-Sums of floating-point numbers depend on their order. A line's leaves are therefore combined as a tree in which every
-leaf has a fixed place. The result then does not depend on the CTAs that computed the leaves. The node at level k and
-index i is the combine of nodes 2 i and 2 i + 1 at level k - 1. If the line has no right node, it is the left node
-alone. The last leaf's node rises to the root, and the root is the result.
+Sums of floating-point numbers depend on their order. An output tile's leaves are therefore combined as a tree in which
+every leaf has a fixed place. The result then does not depend on the CTAs that computed the leaves. The node at level k
+and index i is the combine of nodes 2 i and 2 i + 1 at level k - 1. If the output tile has no right node, it is the left
+node alone. The last leaf's node rises to the root, and the root is the result.
 
 Leaves are numbered from right to left of the keys; in the tree, left is the lower number. A CTA combines from left to
 right: a node waits at its level until its right neighbour has come. A node that has to wait for another CTA's leaf is
 stored in global memory, at most two nodes per level of a range.
 
 Nodes in memory are combined in fan-in groups of sixteen, or four for nodes of many columns. Each slot of a fan-in group
-holds a subtree of a line (see ``stream_k.py``) or a fan-in group of the fan-in level below. A node may fill several
-slots at once. The CTA that fills the last slot combines them in tree order, and fills a slot of the fan-in level above.
-Combining thus overlaps all other work. After the last leaf of a line it takes one to three rounds, or up to five for
-nodes of many columns.
+holds a subtree of an output tile (see ``stream_k.py``) or a fan-in group of the fan-in level below. A node may fill
+several slots at once. The CTA that fills the last slot combines them in tree order, and fills a slot of the fan-in
+level above. Combining thus overlaps all other work. After the last leaf of an output tile it takes one to three rounds,
+or up to five for nodes of many columns.
 
 A warpgroup holds a node in registers, each thread the same elements of every node, and stores it in register order.
 """
@@ -137,7 +137,7 @@ class StoredNodes:
 
     count: Int32
     level: Int32
-    leaf: Int32  # the node's first leaf, in the line
+    leaf: Int32  # the node's first leaf, in the output tile
 
     @staticmethod
     def none() -> "StoredNodes":
@@ -161,24 +161,24 @@ class RowPart:
     def first_row(self):
         return self.index * self.rows
 
-    def of(self, line: StreamKTile) -> StreamKTile:
+    def of(self, segment: StreamKTile) -> StreamKTile:
         """Return a segment with these rows only."""
-        return line if self.warpgroups == 1 else replace(line, first_row=line.first_row + self.first_row)
+        return segment if self.warpgroups == 1 else replace(segment, first_row=segment.first_row + self.first_row)
 
 
 @device_struct(frozen=True)
 class FanInGroup:
-    """Neighbouring nodes in memory that are combined together: 2^bits slots, or fewer at the end of a line."""
+    """Neighbouring nodes in memory that are combined together: 2^bits slots, or fewer at the end of an output tile."""
 
-    line: StreamKTile  # a segment of the line
+    segment: StreamKTile  # of the output tile
     fan_in_level: Int32
     first: Int32  # first subtree
     bits: int
 
     @staticmethod
-    def around(line: StreamKTile, fan_in_level, subtree, bits: int) -> "FanInGroup":
+    def around(segment: StreamKTile, fan_in_level, subtree, bits: int) -> "FanInGroup":
         shift = bits * (fan_in_level + 1)
-        return FanInGroup(line, fan_in_level, (subtree >> shift) << shift, bits)
+        return FanInGroup(segment, fan_in_level, (subtree >> shift) << shift, bits)
 
     @property
     def slots(self):
@@ -187,12 +187,12 @@ class FanInGroup:
 
     @property
     def subtrees(self):
-        """Number of subtrees of the line."""
-        return ((self.line.leaves - 1) >> self.line.shift) + 1
+        """Number of subtrees of the output tile."""
+        return ((self.segment.leaves - 1) >> self.segment.shift) + 1
 
     @property
-    def is_line(self):
-        """Whether the fan-in group covers the whole line."""
+    def is_output_tile(self):
+        """Whether the fan-in group covers the whole output tile."""
         return (self.first == 0) & (self.subtrees <= (Int32(1) << (self.bits * (self.fan_in_level + 1))))
 
     def slot_of(self, subtree):
@@ -202,7 +202,7 @@ class FanInGroup:
         return self.first + (slot << (self.bits * self.fan_in_level))
 
     def above(self) -> "FanInGroup":
-        return FanInGroup.around(self.line, self.fan_in_level + 1, self.first, self.bits)
+        return FanInGroup.around(self.segment, self.fan_in_level + 1, self.first, self.bits)
 
 
 @device_struct(frozen=True)
@@ -291,21 +291,21 @@ class Tree:
         """Return the address of a node in memory."""
         return self.scratch + Int64(slot) * (self.warpgroups * self._node_bytes)
 
-    def _slot(self, line: StreamKTile, subtree):
-        """Return the slot of the node that begins with a subtree of the line.
+    def _slot(self, segment: StreamKTile, subtree):
+        """Return the slot of the node that begins with a subtree of the output tile.
 
-        If a line ends within a subtree, the next line begins in the same place of the head list.
+        If an output tile ends within a subtree, the next output tile begins in the same place of the head list.
         """
-        place = (line.line_start + (subtree << line.shift)) >> line.shift
-        return line.first_slot + 2 * place + (subtree == 0).to(Int32)
+        place = (segment.output_tile_start + (subtree << segment.shift)) >> segment.shift
+        return segment.first_slot + 2 * place + (subtree == 0).to(Int32)
 
     def _gmem_level(self, level):
-        """Return the address of this CTA's copy of a global-memory levels, which has no place in shared memory."""
+        """Return the address of this CTA's copy of a global-memory level, which has no place in shared memory."""
         place = cute.arch.block_idx()[0] * Int32(self.geometry.gmem_levels) + level - self.smem_levels
         return self._node(Int32(self.geometry.slots) + place)
 
     def _smem_level(self, level) -> list:
-        """Return the node that waits at a shared-memory levels, in shared memory or registers."""
+        """Return the node that waits at a shared-memory level, in shared memory or registers."""
         return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.vectors()
 
     def _keep_in_smem(self, node: Node, level) -> None:
@@ -316,7 +316,7 @@ class Tree:
 
     @cute.jit
     def _add_waiting(self, node: Node, level) -> None:
-        """Combine a node with the one that waits; levels are counted from the line's first level."""
+        """Combine a node with the one that waits; levels are counted from the output tile's first level."""
         if level < self.smem_levels:
             node.add_left(self._smem_level(level))
         else:
@@ -330,25 +330,25 @@ class Tree:
         node.assign(self._load_shared(self.shared))
 
     @cute.jit
-    def wait(self, node: Node, line: StreamKTile, level) -> None:
+    def wait(self, node: Node, segment: StreamKTile, level) -> None:
         """Let a node wait at its level for the node to its right."""
-        level -= line.first_level
+        level -= segment.first_level
         if level < self.smem_levels:
             self._keep_in_smem(node, level)
         else:
             self._store(self._gmem_level(level), node.vectors(), copy.store_global)
 
     @cute.jit
-    def store(self, node: Node, line: StreamKTile, leaf) -> None:
-        """Store a node, which begins with ``leaf`` of the line, in memory."""
-        self._store(self._node(self._slot(line, leaf >> line.shift)), node.vectors(), copy.store_global)
+    def store(self, node: Node, segment: StreamKTile, leaf) -> None:
+        """Store a node, which begins with ``leaf`` of the output tile, in memory."""
+        self._store(self._node(self._slot(segment, leaf >> segment.shift)), node.vectors(), copy.store_global)
 
     @cute.jit
-    def store_waiting(self, line: StreamKTile, leaf, end, stored: StoredNodes) -> StoredNodes:
+    def store_waiting(self, segment: StreamKTile, leaf, end, stored: StoredNodes) -> StoredNodes:
         """Store all waiting nodes, which cover leaves [leaf, end), and return all nodes stored so far."""
         while leaf < end:
             level = bit_length(end - leaf) - 1
-            target, place = self._node(self._slot(line, leaf >> line.shift)), level - line.first_level
+            target, place = self._node(self._slot(segment, leaf >> segment.shift)), level - segment.first_level
             if place < self.smem_levels:
                 self._store(target, self._smem_level(place), copy.store_global)
             else:
@@ -358,28 +358,29 @@ class Tree:
         return stored
 
     @cute.jit
-    def rise(self, node: Node, line: StreamKTile, end):
-        """Combine a node of the first level, which ends before leaf ``end`` of the line, with waiting nodes to its
-        left, as far as possible. Return its (level, index).
+    def rise(self, node: Node, segment: StreamKTile, end):
+        """Combine a node of the first level with waiting nodes to its left, as far as possible.
+
+        The node ends before leaf ``end`` of the output tile. Return its (level, index).
 
         The node stops rising in three cases. It has to wait itself. It needs leaves before the segment, which another
         CTA has. It is the root.
         """
-        level, index, ends_line = line.first_level, (end - 1) >> line.first_level, end >= line.leaves
+        level, index, ends_tile = segment.first_level, (end - 1) >> segment.first_level, end >= segment.leaves
         rises = index >= 0
         while rises:
             is_right = (index & 1) != 0
-            joins = is_right & (((index - 1) << level) >= line.first_leaf)
+            joins = is_right & (((index - 1) << level) >= segment.first_leaf)
             if joins:
-                self._add_waiting(node, level - line.first_level)
-            rises = joins | (ends_line & (index != 0) & ((index & 1) == 0))
+                self._add_waiting(node, level - segment.first_level)
+            rises = joins | (ends_tile & (index != 0) & ((index & 1) == 0))
             if rises:
                 level += 1
                 index >>= 1
         return level, index
 
     @cute.jit
-    def combine(self, node: Node, line: StreamKTile, stored: StoredNodes, meet: cutlass.Constexpr):
+    def combine(self, node: Node, segment: StreamKTile, stored: StoredNodes, meet: cutlass.Constexpr):
         """Count the nodes that this CTA has stored of a segment, and combine every fan-in group that is complete.
 
         The nodes are visible to this warpgroup. Returns whether ``node`` is then the root. ``meet`` synchronises the
@@ -389,11 +390,11 @@ class Tree:
         if self.thread < LANES:
             found = Int32(0)
             if self.thread < stored.count:
-                level = stored.level - line.shift
+                level = stored.level - segment.shift
                 fan_in_level = level // self._fan_in_bits
-                fan_in_group = FanInGroup.around(line, fan_in_level, stored.leaf >> line.shift, self._fan_in_bits)
+                fan_in_group = FanInGroup.around(segment, fan_in_level, stored.leaf >> segment.shift, self._fan_in_bits)
                 found = self._fill(
-                    fan_in_group, stored.leaf >> line.shift, Int32(1) << (level - self._fan_in_bits * fan_in_level)
+                    fan_in_group, stored.leaf >> segment.shift, Int32(1) << (level - self._fan_in_bits * fan_in_level)
                 )
             shared_array(Int32, self.results)[self.thread] = found
         meet()
@@ -404,16 +405,16 @@ class Tree:
             lane = trailing_zeros(full)
             full &= full - 1
             level, leaf = cute.arch.shuffle_sync(stored.level, lane), cute.arch.shuffle_sync(stored.leaf, lane)
-            fan_in_level = (level - line.shift) // self._fan_in_bits
-            fan_in_group = FanInGroup.around(line, fan_in_level, leaf >> line.shift, self._fan_in_bits)
+            fan_in_level = (level - segment.shift) // self._fan_in_bits
+            fan_in_group = FanInGroup.around(segment, fan_in_level, leaf >> segment.shift, self._fan_in_bits)
             there = cute.arch.shuffle_sync(mine, lane)
             while there != 0:
                 node.assign(self._combined(fan_in_group, there))
                 there = Int32(0)
-                if fan_in_group.is_line:
+                if fan_in_group.is_output_tile:
                     is_root = fan_in_group.fan_in_level >= 0
                 else:
-                    self.store(node, line, fan_in_group.first << line.shift)
+                    self.store(node, segment, fan_in_group.first << segment.shift)
                     subtree, fan_in_group = fan_in_group.first, fan_in_group.above()
                     meet()
                     if self.thread == 0:
@@ -432,7 +433,7 @@ class Tree:
         slot, of_fan_in_group = fan_in_group.slot_of(subtree), fan_in_group.slots
         filled = cutlass.min(slots, of_fan_in_group - slot) + (Int32(1) << (slot + COUNT_BITS))
         place = fan_in_group.fan_in_level * Int32(self.geometry.slots) + self._slot(
-            fan_in_group.line, fan_in_group.first
+            fan_in_group.segment, fan_in_group.first
         )
         counter = self.counters + 4 * Int64(place)
         filled += cute.arch.atomic_add(global_pointer(Int32, counter), filled, sem="acq_rel", scope="gpu")
@@ -462,7 +463,7 @@ class Tree:
             left = self._of_slots(fan_in_group, there, first, half, at_once, vectors)
             return self._with_right(left, fan_in_group, there, first + half, half, at_once, vectors)
         subtrees = [_subtree_of(fan_in_group, there, first + i) for i in range(count)]
-        nodes = [self._load(self._node(self._slot(fan_in_group.line, subtree)), vectors) for subtree in subtrees]
+        nodes = [self._load(self._node(self._slot(fan_in_group.segment, subtree)), vectors) for subtree in subtrees]
         step = 1
         while step < count:
             for i in range(0, count, 2 * step):

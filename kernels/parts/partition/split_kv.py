@@ -58,8 +58,8 @@ class PackedTile(WorkTile):
 class SplitTile(PackedTile):
     """A work tile of split-KV: a chunk of keys.
 
-    With tickets, the tile after the last one has the number of all partials in every field except ``kind``. Without
-    tickets, the tiles after the work tiles are this CTA's partials again, because the CTA has to combine their rows.
+    Without tickets, the tiles after the work tiles are this CTA's partials again, because the CTA has to combine their
+    rows. With tickets, the tile after the last one has only :attr:`all_partials`.
     """
 
     INTS: ClassVar[int] = 22
@@ -75,6 +75,11 @@ class SplitTile(PackedTile):
     def is_work_tile(self):
         """Whether the tile has keys to attend to, or belongs to a request without keys."""
         return self.kind == ATTEND
+
+    @property
+    def all_partials(self):
+        """The number of all partials of the launch, in the tile after the last one: all its fields hold it."""
+        return self.partial_id
 
     def kv_policy(self):
         return EVICT_FIRST

@@ -1,17 +1,18 @@
 """Stream-K scheduling of decode with few rows: the leaves that a CTA works on next.
 
-A *line* is the output tile of stream-K: the keys that one row tile of a request and KV head attends to. It is cut into
-leaves of a fixed number of keys, counted from right to left. The lines of a head, request after request, form a *head
+An *output tile* of stream-K is one row tile of a request and KV head. The keys that it attends to are cut into leaves
+of a fixed number of keys, counted from right to left. The output tiles of a head, request after request, form a *head
 list*. If requests have more rows than a tile, each row tile of a head has its own head list.
 
 Head lists are cut into ranges. Every CTA owns one range. At the end of a head list are short ranges, one subtree long,
 which CTAs that are done take by tickets. Neighbouring CTAs process the same leaves of all head lists at the same time.
 The keys of these leaves are neighbours in memory, or identical. A single list with one head after the other took 169
-instead of 135 us for 1 x 131072 tokens (H200, 2026-11-23). The part of a line in a range is a *segment*.
+instead of 135 us for 1 x 131072 tokens (H200, 2026-11-23). The part of an output tile in a range is a *segment*.
 
 The results of leaves are combined as a tree in which every leaf has a fixed place, see ``tree.py``. The boundaries of
-ranges therefore never change a bit. To leave few nodes, segments consist of whole subtrees of 2^shift leaves of a line,
-except for the line's last subtree. A subtree that crosses the end of a range within the line belongs to the next range.
+ranges therefore never change a bit. To leave few nodes, segments consist of whole subtrees of 2^shift leaves of an
+output tile, except for its last subtree. A subtree that crosses the end of a range within the output tile belongs to
+the next range.
 
 The host does not know the lengths of requests. A warp of each CTA adds up their leaves, and then walks over them to the
 places of its ranges.
@@ -48,9 +49,9 @@ class StreamKRanges:
     ) -> "StreamKRanges":
         """Cut head lists so that a CTA's equal share has at most ``most_subtrees`` subtrees.
 
-        ``own_waves`` is the number of whole waves of CTAs. Work taken by tickets has to be combined, unless lines are
-        as short as subtrees. 32 x 8192 tokens take 247 us if every CTA owns its share, and 251 us if an eighth is
-        handed out by tickets. 256 x 1024 tokens take 251 and 247 us (H200, 2026-11-23).
+        ``own_waves`` is the number of whole waves of CTAs. Work taken by tickets has to be combined, unless output
+        tiles are as short as subtrees. 32 x 8192 tokens take 247 us if every CTA owns its share, and 251 us if an
+        eighth is handed out by tickets. 256 x 1024 tokens take 251 and 247 us (H200, 2026-11-23).
         """
         share = ctas.divide(head_lists * leaves)
         shift = cutlass.max(bit_length(share) - (most_subtrees.bit_length() - 1), 0)
@@ -68,12 +69,12 @@ class StreamKRanges:
 
     @cute.jit
     def own_range(self, wave):
-        """Return (first leaf, end) of the CTAs of a wave. Layers past the owned ones are empty."""
+        """Return (first leaf, end) of the CTAs of a wave. Waves past the owned ones are empty."""
         first = self.leaves if wave >= self.own_waves else cutlass.min(wave * self.own, self.leaves)
         return first, cutlass.min(first + self.own, self.leaves)
 
     def handed_out(self, wave):
-        """Return (first leaf, end) of a wave of tickets. Layers past the last leaf are empty."""
+        """Return (first leaf, end) of a wave of tickets. Waves past the last leaf are empty."""
         size = Int32(1) << self.shift
         first = cutlass.min(self.own_waves * self.own + wave * size, self.leaves)
         return first, cutlass.min(first + size, self.leaves)
@@ -83,7 +84,7 @@ class StreamKRanges:
         return self.own_waves * self.own < self.leaves
 
     def subtree(self, leaf, first_level):
-        """Return the first leaf of a leaf's subtree, counted in its line, or of its node of the first level."""
+        """Return the first leaf of a leaf's subtree, counted in its output tile, or of its node of the first level."""
         shift = cutlass.max(self.shift, first_level)
         return (leaf >> shift) << shift
 
@@ -110,12 +111,12 @@ class LeafSpan(Span):
 
 @dataclass
 class StreamKTile(PackedTile):
-    """A segment of a line: the work tile of stream-K."""
+    """A segment of an output tile: the work tile of stream-K."""
 
     INTS: ClassVar[int] = 24
 
-    leaves: Int32  # of the line
-    line_start: Int32  # leaves before the line in the head list
+    leaves: Int32  # of the output tile
+    output_tile_start: Int32  # leaves before the output tile in the head list
     first_leaf: Int32  # of the segment
     end_leaf: Int32
     shift: Int32  # log2 of the leaves of a subtree, as in StreamKRanges
@@ -156,9 +157,9 @@ class StreamKSchedule(KeySchedule):
         return span, running_sum(span.leaves)
 
     def _segment(
-        self, span: LeafSpan, place: tuple, line_start, begin, end, ranges: StreamKRanges, policy
+        self, span: LeafSpan, place: tuple, output_tile_start, begin, end, ranges: StreamKRanges, policy
     ) -> StreamKTile:
-        """Return the segment with leaves [begin, end) of a request's line.
+        """Return the segment with leaves [begin, end) of a request's output tile.
 
         ``place`` is (head list, KV head, first row).
         """
@@ -168,7 +169,7 @@ class StreamKSchedule(KeySchedule):
         # none of its rows sees a key of the leaf.
         first = span.first_leaf + span.leaves - end
         keys = self._keys_of_tokens(request, Int32(0), request.q_len - 1, first * tokens, (end - begin) * tokens)
-        numbers = (span.leaves, line_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
+        numbers = (span.leaves, output_tile_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
         return StreamKTile(request, Int32(ATTEND), head, first_row, keys, *numbers, self._first_level(span))
 
     def _first_level(self, span: LeafSpan):
@@ -217,16 +218,18 @@ class StreamKSchedule(KeySchedule):
             else:
                 lane = lane_of(leaf, before + last_leaf)
                 mine = from_lane(span, lane)
-                line_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.leaves
+                output_tile_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.leaves
                 level = self._first_level(mine)
-                first_leaf, end_leaf = (ranges.subtree(each - line_start, level) for each in (leaf, end))
-                if end >= line_start + mine.leaves:
+                first_leaf, end_leaf = (ranges.subtree(each - output_tile_start, level) for each in (leaf, end))
+                if end >= output_tile_start + mine.leaves:
                     end_leaf = mine.leaves
                 if first_leaf < end_leaf:
                     place = (head_list, head, first_row)
-                    work_queue.post(step, self._segment(mine, place, line_start, first_leaf, end_leaf, ranges, policy))
+                    work_queue.post(
+                        step, self._segment(mine, place, output_tile_start, first_leaf, end_leaf, ranges, policy)
+                    )
                     step += 1
-                leaf = line_start + mine.leaves
+                leaf = output_tile_start + mine.leaves
                 goes_on = (leaf < end) | ranges.has_tickets
         work_queue.post_end(step)
         if ranges.has_tickets:

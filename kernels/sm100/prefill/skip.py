@@ -19,6 +19,8 @@ SKIP_ROWS = 64  # rows in which skipped tiles are counted
 
 @dataclass(frozen=True)
 class SkippingSoftmax(Softmax):
+    """Softmax role that leaves out the exponentials of tiles with negligible weights, and their product with V."""
+
     skip: SkipRule
     pending: Int32  # shared memory: for each query tile whether its P is ready to be multiplied
 

@@ -194,10 +194,10 @@ class LeafTree:
         if not is_root:
             is_root = self.combine.combine(node, tile, stored, self.exchange.meet)
         if is_root:
-            self.store_line(node, tile, addresses, geometry)
+            self.store_output_tile(node, tile, addresses, geometry)
 
     @cute.jit
-    def store_line(self, node: Node, tile: StreamKTile, addresses, geometry) -> None:
+    def store_output_tile(self, node: Node, tile: StreamKTile, addresses, geometry) -> None:
         """Write the rows of an output tile from its root node."""
         rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
         sums = self.exchange.gathered([node.total[r] for r in range(node.rows)])

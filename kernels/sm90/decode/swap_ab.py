@@ -146,7 +146,7 @@ class SwapABDecodeSm90(SwapABTree, DecodeKernel):
         warp 0 load_k      K tiles, through the KV source
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      the packed rows of Q
-        warp 3 schedule    segments of output tiles (lines), see parts/partition/stream_k.py
+        warp 3 schedule    segments of output tiles, see parts/partition/stream_k.py
         warps 4..7 attend  from Q K^T to a leaf's node, and from nodes to the output, see parts/combine/tree.py;
                            a warp has 16 keys of each tile, and 16 of every 64 columns of the output
         warps 8..11 attend  the other half of the rows, if two warpgroups share the rows of a tile

@@ -57,7 +57,7 @@ from hopwell.kernels.sm90.common.dequant import EVEN_BYTES, ODD_BYTES, PAIRED_KE
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.mla.kernel import KeyHalves, MlaSm90
 from hopwell.kernels.sm90.mla.shared_steps import WARP_SUM_BYTES, SharedSteps
-from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
+from hopwell.kernels.sm90.prefill.fp8 import round_to_e4m3
 
 BLOCK_REGISTERS = WARPGROUP_ROWS * ROWS // WARPGROUP  # of O, for 64 columns of the value
 TILES = 2  # of a step: A and B
@@ -170,7 +170,7 @@ class Values:
 
     In a product of 64 columns each warp has 16: one vector, a lane's row of ldmatrix. Byte permutes split its pairs of
     columns into rows g and g + 8 of the operand. Row g is column 2 g, and row g + 8 is column 2 g + 1. Keys 2t, 2t + 1,
-    8 + 2t and 8 + 2t + 1 of sixteen are adjacent, as in the output of ``round_to_bytes``.
+    8 + 2t and 8 + 2t + 1 of sixteen are adjacent, as in the output of ``round_to_e4m3``.
     """
 
     address: Any  # address of this lane's key in the first column block
@@ -290,7 +290,7 @@ class Fp8MlaAttend(SharedSteps):
         for r in cutlass.range_constexpr(scores.rows):
             self.softmax.exponentials(scores, r)
         words = cute.make_rmem_tensor(cute.size(operands.s) // 4, Uint32)
-        round_to_bytes(operands.s, words)
+        round_to_e4m3(operands.s, words)
         row = warp_in_warpgroup() * WARP_ROWS + lane % WARP_ROWS
         first = which * (self.kernel.tile.n // copy.VECTOR_BYTES)
         for k in cutlass.range_constexpr(cute.size(words) // 4):

@@ -158,9 +158,9 @@ class RequestSplits(KeyPartition):
 
     @cute.jit
     def finish(self, combine: RowShares, work_queue, tile, work, addresses, geometry, output_scale) -> None:
-        """Combine row shares until none is left. The tile after the last work tile has the number of partials."""
-        combine.run(tile.partial_id, Int32(0), addresses, geometry, output_scale, self.kernel.out_dtype)
-        combine.hand_back(self._combining_warps(geometry), tile.partial_id)
+        """Combine row shares until none is left, after the last work tile."""
+        combine.run(tile.all_partials, Int32(0), addresses, geometry, output_scale, self.kernel.out_dtype)
+        combine.hand_back(self._combining_warps(geometry), tile.all_partials)
 
     def _combining_warps(self, geometry: DecodeGeometry):
         """Return the number of warps of all CTAs that combine."""

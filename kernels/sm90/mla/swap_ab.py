@@ -48,13 +48,17 @@ class SwapABMlaSm90(SwapABTree, DecodeKernel):
     Warp roles
         warp 0 load_keys   both halves of the keys; if lanes copy rows, half of the rows
         warp 1 load_keys   the other half of the rows; or dequantize: 8-bit keys, see parts/dequant/latent_rows.py
+        warp 2 load_q      the packed rows of Q
+        warp 3 schedule    segments of output tiles
         warps 4..7 attend  from Q K^T to a leaf's node
         warps 8..11 combine  from nodes to the output, see parts/combine/tree.py
 
     Edges
+        q       load_q -> attend      released after the segment's last leaf
         loaded_k, loaded_v  load_keys -> dequantize  bytes of both halves of 8-bit keys; released on k and v
         k, v    load_keys -> attend   released when the product with their half of the value has been added to O
         leaf    attend -> combine     a leaf's node; released when it is in registers
+        work    schedule -> all       released as soon as it has been read
 
     Steady state: memory is the limit. A tile is processed in half of the time of its load. Combining a leaf takes as
     long as half a tile, and longer if its node waits in global memory. So a separate warpgroup combines.

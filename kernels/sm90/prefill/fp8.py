@@ -28,7 +28,11 @@ class NSliceLoop(MainLoop):
     """Main loop that adds P V of a tile to O rescaled to the tile's reference, see ``TileSoftmax``.
 
     In one turn a warpgroup issues P V of the previous tile for the first n slice, then Q K^T. The first slice is added
-    to O while Q K^T runs. The other slices of P V follow.
+    to O while Q K^T runs. The other slices of P V follow. S belongs to tile i, P V to the tile before, i + 1:
+
+        tensor cores | slice 0 of P V(i+1) | S(i) = Q K(i)^T | slice 1 of P V(i+1) |        the other warpgroup        |
+        warpgroup    |        waits        | O += slice 0    |        waits        | O += slice 1 | maximum, 2^(..), P |
+        convert      | V(i) from [keys, columns] to [columns, keys], while stages are free                            |
     """
 
     @cute.jit
@@ -108,7 +112,7 @@ class Fp8Rows:
     @cute.jit
     def round_scores(self) -> None:
         """Round S to P in 8 bits, in the key order that ``TransposingConverter`` gives V."""
-        round_to_bytes(self.s, cute.recast_tensor(self.p, Uint32))
+        round_to_e4m3(self.s, cute.recast_tensor(self.p, Uint32))
 
 
 @dataclass
@@ -152,7 +156,7 @@ class NSliceOperands(Fp8Rows, Operands):
         """Do nothing: O is rescaled when a product is added to it."""
 
 
-def round_to_bytes(s, words) -> None:
+def round_to_e4m3(s, words) -> None:
     """Round S to words of P in e4m3. A lane's operand takes four adjacent keys, but its accumulators hold two keys each
     of two core matrices. So keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen become adjacent."""
     for i in range(cute.size(words)):

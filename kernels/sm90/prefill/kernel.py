@@ -69,8 +69,8 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
         Edges of tiles that are converted end at convert. It releases a stage when it has written the converted one:
         converted_k  convert -> attend   released when S has been computed
         converted_v  convert -> attend   released when its product has been added to O
-        With dequantization in place, at head dim 256, loaded_k and loaded_v lead from the loaders to convert. k and v
-        lead from convert to attend, which releases the stages to load_k and load_v.
+        With dequantization in place, above head dim 192, loaded_k and loaded_v lead from the loaders to convert. k and
+        v lead from convert to attend, which releases the stages to load_k and load_v.
 
     Steady state: one step of two consumer warpgroups, A and B (ping-pong). "S" and "O" are matrix products on the
     tensor cores, which take about half of a step for each warpgroup. Named barriers pass the turn between the

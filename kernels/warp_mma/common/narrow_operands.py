@@ -23,7 +23,7 @@ from hopwell.kernels.parts.dequant.eight_bit import adjacent, dequantized
 from hopwell.kernels.parts.load.block_scales import TOKENS, ScaleRows
 from hopwell.kernels.parts.partition.tiles import QueryTile
 from hopwell.kernels.sm90.common.dequant import EVEN_BYTES, ODD_BYTES
-from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
+from hopwell.kernels.sm90.prefill.fp8 import round_to_e4m3
 from hopwell.kernels.warp_mma.common.operands import WarpOperands, WideElements
 
 
@@ -82,7 +82,7 @@ class Fp8Elements(NarrowElements):
         return [[[prmt(words[i], words[i + 1], select) for i in (0, 2)] for select in (EVEN_BYTES, ODD_BYTES)]]
 
     def round_scores(self, s, p) -> None:
-        round_to_bytes(s, p)
+        round_to_e4m3(s, p)
 
     def product(self, d, a, b) -> tuple:
         return multiply_e4m3(d, a, b, self.kernel.config.block_scaled)

@@ -22,7 +22,7 @@ from helpers.cases.prefill import LINEAR_CASES, LINEAR_EMULATED, NVFP4_CASES, NV
 
 from hopwell import FP4Tensor, layouts
 from hopwell._entries.context import dequantized_query
-from hopwell.kernels.capability import samples as probes
+from hopwell.kernels.capability import samples
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.problem import Mask
 from hopwell.kernels.registry import resolve
@@ -105,7 +105,7 @@ def test_queries_are_dequantized_by_kernels_or_by_a_copy(arch: str) -> None:
         query = dequantized_query(data.q)
     assert (query is data.q) == (arch == "sm_90a")
     assert torch.equal(query.float(), data.q.float())
-    names = [resolve(probes.prefill(query=dtype, kv=NVFP4, out=BF16), "sm_90a").name for dtype in (E4M3, FP16)]
+    names = [resolve(samples.prefill(query=dtype, kv=NVFP4, out=BF16), "sm_90a").name for dtype in (E4M3, FP16)]
     assert names[0].replace("_q_e4m3", "") == names[1] != names[0]
 
 
