@@ -157,7 +157,7 @@ def mla(
     Args:
         bits: of an element as it is multiplied.
         q_in_tensor_memory: share of the columns of Q that are in tensor memory.
-        packed_rows: the cache has rows of 656 bytes, which warps widen to 16 bits.
+        packed_rows: the cache has rows of 656 bytes, which warps dequantize to 16 bits.
         shares_keys: P V reads a CTA's own columns of its own keys where Q K^T has read them. Only the rest of its V is
             loaded.
         rescaled_at_once: columns of O that a thread rescales at once.
@@ -176,10 +176,10 @@ def mla(
     moved: list[Operation] = [Traffic(shared=key_bytes + value_bytes + p_bytes, l2=value_bytes, memory=key_bytes)]
     if packed_rows:
         narrow = KEYS // 2 * PACKED_ROW_BYTES, KEYS * (rank // 2 + 8)
-        widened = sum(elements) - KEYS // 2 * (dim - rank)
+        dequantized = sum(elements) - KEYS // 2 * (dim - rank)
         moved = [
             Traffic(shared=key_bytes + value_bytes + p_bytes + 2 * sum(narrow), l2=narrow[1], memory=narrow[0]),
-            Instructions(issue=PACKED_DEQUANT * widened / WARPGROUP),
+            Instructions(issue=PACKED_DEQUANT * dequantized / WARPGROUP),
         ]
     softmax = Softmax(KEYS // 2, WARPGROUP, p_bits=bits, exchanges=True)
     # In e4m3 each step has references of its own.

@@ -75,7 +75,7 @@ _ASSUMPTIONS = """## Assumptions
   Q and storing O count where they take longer than what they run beside. The softmax warps' row results are left out.
 * CTAs take work tiles one by one in the kernel's order.
 * The clock does not fall under load. A B200 lowers it at its power limit, which dense products reach.
-* Decode and MLA spread keys evenly over all SMs, and add one launch. Pieces and their merge are left out.
+* Decode and MLA spread keys evenly over all SMs, and add one launch. Partials and their combine are left out.
 * Issue slots of decode are counted in the machine code of the mma.sync kernels. The warp that issues products shares no
   sub-partition with a warp that loads.
 * An arrival at a barrier of another CTA costs what an arrival at an own barrier costs. The GPU-wide fence that ptxas

@@ -146,7 +146,7 @@ class HopwellAttnBackend(HopwellBackend):
 
     def _window_slots(self, batch: Batch, forward_batch: Any) -> torch.Tensor | None:
         slots = batch.window_slots
-        # Graphs of pieces of a prefill narrow out_cache_loc to the tokens of the batch.
+        # Piecewise graphs of a prefill narrow out_cache_loc to the tokens of the batch.
         return None if slots is None else slots[: forward_batch.out_cache_loc.shape[0]]
 
     def _table(self, batch: Batch, layer: RadixAttention) -> torch.Tensor:
