@@ -21,8 +21,8 @@ ROW_COLUMNS_AT_ONCE = 32  # of an instruction that loads 16 rows
 
 @dsl_user_op
 def allocate(slot, ctas: int = 1, *, loc=None, ip=None) -> None:
-    """Allocate all columns, and write their address to shared memory at ``slot``. A whole warp calls this, in both CTAs
-    of a pair once both run (PTX ISA: the issuing warp makes sure that the peer CTA is launched)."""
+    """Allocate all columns, and write their address to shared memory at ``slot``. A whole warp calls this. With a pair
+    of CTAs, both call it once both run: the PTX ISA asks the issuing warp to make sure of that."""
     cute.arch.inline_ptx(
         f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {TENSOR_MEMORY_COLUMNS}; "
         f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
