@@ -62,9 +62,9 @@ ROWS = (
     Row("Append to a bf16, fp16, fp8 or NVFP4 cache", support.APPEND, ("16bit", "fp8_kv", "nvfp4_kv")),
 )
 NOTES = """\
-1. A model, not a measurement, predicts 78 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
+1. A model, not a measurement, predicts 80 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
    ([blackwell.md](docs/kernels/blackwell.md)).
-2. Head dims 64, 128 and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens. Other head dims use `mma.sync`,
+2. Head dims up to 128, and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens. Others use `mma.sync`,
    where fp8 is no faster than bf16: 0.65 of the bf16 rate on an H200.
 3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.
 4. Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 8 rows, and `wgmma` for

@@ -18,7 +18,7 @@ from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 from hopwell.kernels.registry import build, resolve, shipped_configs
 from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 from hopwell.kernels.sm100.prefill import config as sm100_config
-from hopwell.kernels.sm100.prefill.config import FP8_TILES, Q_TILES, TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.config import Q_TILES, TILES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.kernel import PrefillSm100
 from hopwell.kernels.support import COMMON_HEAD_DIMS
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
@@ -44,9 +44,13 @@ def resolve_own(problem: AttentionProblem, arch: str) -> Sm100PrefillConfig:
     return found
 
 
+def _is_common(c: Sm100PrefillConfig) -> bool:
+    return (c.head_dim_qk, c.head_dim_v) in COMMON_HEAD_DIMS
+
+
 class TestShipped:
     def test_all_that_the_support_table_lists(self) -> None:
-        assert set(TILES) == set(COMMON_HEAD_DIMS)
+        assert set(TILES) == {*COMMON_HEAD_DIMS, *((d, d) for d in (32, 40, 48, 80, 96, 104))}
         fetches = set(KvFetch) - {KvFetch.TOPK_ROWS}
         wanted = set(itertools.product(DTYPES.values(), TILES, MASKS, fetches))
         for arch, configs in SHIPPED.items():
@@ -61,10 +65,12 @@ class TestShipped:
         covering = covering_blackwell_configs()
         assert len(set(covering)) == len(covering)
 
-        def pairs(configs: list[Sm100PrefillConfig]) -> set[tuple[int, int, KvFetch]]:
+        def pairs(configs: set[Sm100PrefillConfig]) -> set[tuple[int, int, KvFetch]]:
             return {(c.head_dim_qk, c.head_dim_v, c.kv_fetch) for c in configs}
 
-        assert pairs(covering) == pairs(SHIPPED["sm_100a"])
+        common, padded = ({c for c in covering if _is_common(c) == way} for way in (True, False))
+        assert pairs(common) == pairs({c for c in SHIPPED["sm_100a"] if _is_common(c)})
+        assert {c.kv_fetch for c in padded} == set(KvFetch) - {KvFetch.TOPK_ROWS}
         served = set(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
         for dims, scores in (((64, 64), served - {ScoreKind.LARGE_SOFT_CAP}), ((128, 128), served)):
             here = [c for c in covering if (c.head_dim_qk, c.head_dim_v) == dims]
@@ -100,9 +106,11 @@ class TestResolve:
         with pytest.raises(NotImplementedError, match=f"capped_alibi have no kernel on {arch}; supported: scaled, "):
             resolve_own(replace(problem, score=SCORES[ScoreKind.CAPPED_ALIBI]), arch)
 
-    @pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 192), (256, 256), (512, 512), (128, 64)], ids=str)
+    @pytest.mark.parametrize("dims", [(136, 136), (192, 192), (256, 256), (512, 512), (128, 64)], ids=str)
     def test_other_head_dims_are_refused(self, dims: tuple[int, int], arch: str) -> None:
-        message = rf"{dims[0]}/{dims[1]} have no kernel on {arch}; supported: 64/64, 128/128, 192/128$"
+        message = (
+            rf"{dims[0]}/{dims[1]} have no kernel on {arch}; supported: 64/64, 128/128, 192/128, 32/32, .*, 120/120$"
+        )
         with pytest.raises(NotImplementedError, match=message):
             resolve_own(paged(*cache("tuple-HND", 16, dims)), arch)
 
@@ -124,12 +132,13 @@ class TestResolve:
         problem = paged(*cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn))
         found = resolve_own(problem, arch)
         assert found == resolve(problem, arch)
-        assert (found.dtype, found.out_dtype, found.tile) == ("e4m3", "e4m3", FP8_TILES[dims])
+        assert (found.dtype, found.out_dtype) == ("e4m3", "e4m3")
+        assert (found.tile.n, found.tile.kv_stages) == (128, 2 if dims == (192, 128) else 4)
         assert found.matrix_instruction == "tcgen05 e4m3"
 
     def test_kernels_of_sm120_serve_the_rest(self, arch: str) -> None:
         plain = paged(*cache("tuple-HND", 16, (128, 128)))
-        wide, narrow = (paged(*cache("tuple-HND", 16, dims)) for dims in ((256, 256), (80, 80)))
+        wide, narrow = (paged(*cache("tuple-HND", 16, dims)) for dims in ((256, 256), (136, 136)))
         fp8 = paged(*cache("tuple-HND", 16, (256, 256), dtype=torch.float8_e4m3fn))
         rest = [wide, narrow, fp8, replace(plain, score=SCORES[ScoreKind.CAPPED_ALIBI])]
         for problem in rest:
@@ -165,11 +174,12 @@ class TestResources:
         c = config(dims)
         assert c.columns.first("s") == 0
         assert c.columns.first("o") == 2 * c.tile.n
-        assert c.columns.total == c.columns.first("o") + 2 * c.head_dim_v <= 512
+        assert c.columns.total == c.columns.first("o") + 2 * c.output_columns <= 512
+        assert c.output_columns >= c.head_dim_v
 
     def test_more_columns_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert config().columns.total == 512, "at the limit"
-        monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], n=144))
+        monkeypatch.setitem(sm100_config._TILES, (128, 128), replace(TILES[128, 128], n=144))
         with pytest.raises(ValueError, match="the kernel needs 544 columns of tensor memory, 512 are there"):
             config()
 
@@ -193,9 +203,10 @@ class TestResources:
         tile = TILES[dims]
         assert tile.m == Q_TILES * 128, "an accumulator has a row in each lane of tensor memory"
         assert tile.q_stages == Q_TILES
-        assert all(columns % 16 == 0 and columns <= 256 for columns in (tile.n, dims[1])), "tcgen05.mma with 128 rows"
-        assert dims[0] % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"
-        assert tile.n % 32 == dims[1] % 32 == 0, "tensor memory is read and written 32 columns at a time"
+        columns, depth = config(dims).output_columns, config(dims).layout.depth[0]
+        assert all(n % 16 == 0 and n <= 256 for n in (tile.n, columns)), "tcgen05.mma with 128 rows"
+        assert depth % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"
+        assert config(dims).half_keys % 16 == columns % 16 == 0, "tensor memory is accessed 16 columns at a time"
         # A thread has half of the keys. The early part of P is multiplied first; a late part remains.
         assert 0 < config(dims).early_keys < config(dims).half_keys
         assert config(dims).early_keys % 16 == config(dims).half_keys % 16 == 0

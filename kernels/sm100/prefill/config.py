@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.masks import MaskEnum
 from hopwell.kernels.problem import AttentionProblem, ScoreKind
 from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
+from hopwell.kernels.support import COMMON_HEAD_DIMS, RARE_HEAD_DIMS, REGISTER_HEAD_DIMS
 
 Q_TILES = 2  # of a CTA: the softmax of one overlaps the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
@@ -43,9 +44,22 @@ def _tile(n: int, kv_stages: int) -> Tile:
 
 # S takes a column per key and O one per column of V, for each of the two query tiles. 256 columns of V exceed tensor
 # memory. With 128 keys of 16 bits at 192/128, shared memory has no second stage of V.
-TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 2), (192, 128): _tile(96, 2)}
+_TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 2), (192, 128): _tile(96, 2)}
 # 8-bit rows of 64 columns fill half of a swizzled row, so head dim 64 has the tiles of 128.
-FP8_TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 4), (192, 128): _tile(128, 2)}
+_FP8_TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 4), (192, 128): _tile(128, 2)}
+
+
+def _padded_to(dims: tuple[int, int]) -> tuple[int, int]:
+    """Return the head dims whose tile has room for ``dims``: loads fill the columns beyond them with zeros."""
+    return dims if dims in _TILES else (64, 64) if max(dims) <= 64 else (128, 128)
+
+
+def _tiles_of(head_dims: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Tile]:
+    return {dims: _TILES[_padded_to(dims)] for dims in head_dims if dims in _TILES or max(dims) <= 128}
+
+
+TILES = _tiles_of((*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS))
+OTHER_TILES = _tiles_of(RARE_HEAD_DIMS)
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ class Sm100PrefillConfig(PrefillConfig):
 
     instruction_in_name: ClassVar[str] = "tcgen05"
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
-    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {}
+    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES
     # With a soft cap and slopes together, a kernel of 128 columns spills 8 bytes.
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
     kv_types: ClassVar[frozenset[KvType]] = frozenset({KvType.WIDE})
@@ -62,7 +76,7 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @classmethod
     def tile_of(cls, dims: tuple[int, int], *features: Any, uses_fp8_mma: bool = False, **more_features: Any) -> Tile:
-        return (FP8_TILES if uses_fp8_mma else TILES)[dims]
+        return (_FP8_TILES if uses_fp8_mma else _TILES)[_padded_to(dims)]
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
@@ -79,7 +93,12 @@ class Sm100PrefillConfig(PrefillConfig):
     @property
     def columns(self) -> Columns:
         """Columns of tensor memory: scores of both query tiles, which P replaces in place, and output of both."""
-        return Columns(dict(s=Q_TILES * self.tile.n, o=Q_TILES * self.head_dim_v))
+        return Columns(dict(s=Q_TILES * self.tile.n, o=Q_TILES * self.output_columns))
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of O of a query tile: of V, rounded up to columns that a matrix instruction takes."""
+        return self.layout.depth[1]
 
     @property
     def half_keys(self) -> int:

@@ -68,7 +68,7 @@ class Correction:
     def output(self, index) -> Int32:
         """Return the address of this thread's row of O of a query tile."""
         c = self.kernel.config
-        return tmem.row_address(self.tensor_memory, c.columns.first("o") + index * c.head_dim_v)
+        return tmem.row_address(self.tensor_memory, c.columns.first("o") + index * c.output_columns)
 
     @cute.jit
     def correct(self, index, step, row):
@@ -80,7 +80,7 @@ class Correction:
         factor = self.take(step, row)
         if cute.arch.vote_any_sync(factor != 1.0):
             tmem.after_signal()
-            for first in cutlass.range_constexpr(0, self.kernel.config.head_dim_v, tmem.COLUMNS_AT_ONCE):
+            for first in cutlass.range_constexpr(0, self.kernel.config.output_columns, tmem.COLUMNS_AT_ONCE):
                 place = self.output(index) + first
                 values = tmem.load_row(place)
                 tmem.store_words(place, [values.get(0, c) * factor for c in range(tmem.COLUMNS_AT_ONCE)])
@@ -98,7 +98,7 @@ class Correction:
             if has_keys:
                 tmem.load(self.output(index) + first, values)
             if token < rows.count:
-                scaled = [values.get(0, c) * factor for c in range(tmem.COLUMNS_AT_ONCE)]
+                scaled = [values.get(0, c) * factor for c in range(min(tmem.COLUMNS_AT_ONCE, rows.columns - first))]
                 rows.write_row(token, scaled, self.kernel.out_dtype, first)
             cute.arch.sync_warp()
         tmem.before_signal()

@@ -169,8 +169,8 @@ class Products:
     def _issue_keys(self, index, kv_step, span: cutlass.Constexpr, accumulate) -> None:
         """Issue the products of the keys ``span`` (begin, end) of both halves of the step."""
         c = self.kernel.config
-        output = self.tensor_memory + (c.columns.first("o") + index * c.head_dim_v)
-        v, product = self.v.at(self.rings.v.stage(kv_step)), Mma(self.kernel.dtype, c.head_dim_v, n_major_b=True)
+        output = self.tensor_memory + (c.columns.first("o") + index * c.output_columns)
+        v, product = self.v.at(self.rings.v.stage(kv_step)), Mma(self.kernel.dtype, c.output_columns, n_major_b=True)
         with cute.arch.elect_one():
             if const_expr(c.skip_softmax):
                 if shared_array(Int32, self.pending)[index] != 0:

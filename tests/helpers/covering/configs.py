@@ -180,6 +180,9 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
         add(uneven, MaskKind.CAUSAL, fetch)
     add(narrow, MaskKind.CAUSAL, ROWS)
     add(middle, MaskKind.CAUSAL, PAGES16, "fp16")
+    # Padded columns: boxes, pages and rows each pad in a different way.
+    for dim, fetch in ((80, PAGES16), (40, ROWS), (96, CONTIGUOUS)):
+        add((dim, dim), MaskKind.CAUSAL, fetch)
     return list(found)
 
 
@@ -197,6 +200,7 @@ def covering_blackwell_fp8_configs(arch: str = "sm_100a") -> list[Sm100PrefillCo
         ("e4m3", "bf16", (64, 64), causal, CONTIGUOUS, dict(score=ScoreKind.SOFT_CAP)),
         ("bf16", "nvfp4", middle, causal, CONTIGUOUS, {}),
         ("bf16", "e4m3", (64, 64), causal, CONTIGUOUS, {}),
+        ("e4m3", "bf16", (80, 80), causal, PAGES16, {}),  # padded columns
     ]
     return [
         Sm100PrefillConfig(arch, dtype, out, *dims, mask, *fetch, **choices)
