@@ -117,10 +117,11 @@ _sets: dict[tuple[torch.device, int], Tickets] = {}
 def tickets(device: torch.device, ints: int = TICKETS) -> Tickets:
     """Return sets of at least ``ints`` counters of ``device``.
 
-    The number is a power of two. Decode needs another number for each length of a page table, and sets of all these
-    numbers would take a slab each.
+    The number is rounded up by less than an eighth. Decode needs another number for each length of a page table, and
+    each number has a slab of its own.
     """
-    most = 1 << (ints - 1).bit_length()
+    step = 1 << max(ints.bit_length() - 4, 0)
+    most = -(-ints // step) * step
     found = _sets.get((device, most))
     if found is None:
         found = _sets.setdefault((device, most), Tickets(device, most))

@@ -54,8 +54,8 @@ def test_page_tables_of_all_lengths_share_few_sets() -> None:
     needed = [counter_ints(slot_count(128, 8, 128, 512 * chunks, 132)) for chunks in range(1, 257)]
     assert len(set(needed)) > 200
     sets = {number: tickets(CPU, number) for number in needed}
-    assert len(set(sets.values())) <= 3
-    assert all(4 * number <= found.bytes < 8 * number for number, found in sets.items())
+    assert len(set(sets.values())) <= 20
+    assert all(4 * number <= found.bytes <= 4.5 * number for number, found in sets.items())
 
 
 @pytest.mark.parametrize("ints", [TICKETS, INTS, 10**5, 10**7])
@@ -161,7 +161,7 @@ def test_one_store_for_each_device_and_size(monkeypatch: pytest.MonkeyPatch) -> 
         thread.join(60)
     assert len(got) == 8
     assert all(pair == (tickets(CPU), tickets(CPU, INTS)) for pair in got)
-    assert [one.bytes for one in got[0]] == [4 * 4, 4 * 8]  # powers of two of TICKETS and INTS
+    assert [one.bytes for one in got[0]] == [4 * TICKETS, 4 * INTS]
 
 
 class FakeStreams:
