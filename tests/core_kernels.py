@@ -19,8 +19,8 @@ KERNELS = {
     "prefill_sm_90a_e4m3_to_bf16_d96_chunked_soft_cap_contiguous": "e4m3 products in n slices; compiled only",
     # sm_90a, decode
     "decode_sm_90a_bf16_d128_full_rows8_pages16": "the usual decode: bf16, head dim 128, 8 rows, stream-K",
-    "decode_sm_90a_bf16_d128_full_kv_e4m3_rows8_pages16": "an e4m3 cache, widened in registers",
-    "decode_sm_90a_bf16_d128_full_kv_int8_rows8_pages16": "an int8 cache, widened in registers",
+    "decode_sm_90a_bf16_d128_full_kv_e4m3_rows8_pages16": "an e4m3 cache, dequantized in registers",
+    "decode_sm_90a_bf16_d128_full_kv_int8_rows8_pages16": "an int8 cache, dequantized in registers",
     "decode_sm_90a_bf16_d64_draft_kv_nvfp4_rows8_rows": "an NVFP4 cache with a draft mask, copied by lanes",
     "decode_sm_90a_fp16_d128_draft_rows8_pages16": "fp16, and several tokens for each request under a mask",
     "decode_sm_90a_fp16_d64_draft_kv_e4m3_pages16": "an e4m3 cache under 64 rows of fp16, in two warpgroups",

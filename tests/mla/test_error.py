@@ -87,7 +87,12 @@ def test_outliers_of_few_topk_indices_are_of_rounded_weights() -> None:
     own references.
     """
     generator = torch.Generator().manual_seed(1)
-    errors: dict[str, list[torch.Tensor]] = {"output": [], "pieces": [], "weights": [], "weights of own references": []}
+    errors: dict[str, list[torch.Tensor]] = {
+        "output": [],
+        "partials": [],
+        "weights": [],
+        "weights of own references": [],
+    }
     for _ in range(16):
         q, keys = (torch.randn(128, 576, generator=generator).clamp(-1, 1).bfloat16().float() for _ in range(2))
         values, logits = keys[:, :LATENT].double(), (q @ keys.T).double() * 192**-0.5
@@ -101,16 +106,14 @@ def test_outliers_of_few_topk_indices_are_of_rounded_weights() -> None:
             return torch.cat(weights, 1) @ values
 
         partials = [s.exp() @ v for s, v in zip(tiles, values.split(TILE), strict=True)]
-        sizes = [partial_id.abs().amax(1, keepdim=True) for partial_id in partials]
-        narrow = sum(
-            (partial_id / size).half().double() * size for partial_id, size in zip(partials, sizes, strict=True)
-        )
-        found = {"output": exact.bfloat16().double(), "pieces": narrow / total}
+        sizes = [one.abs().amax(1, keepdim=True) for one in partials]
+        narrow = sum((one / size).half().double() * size for one, size in zip(partials, sizes, strict=True))
+        found = {"output": exact.bfloat16().double(), "partials": narrow / total}
         found |= {"weights": rounded(first) / total, "weights of own references": rounded(own) / total}
         for name, out in found.items():
             errors[name].append(over_allowed(out, exact).flatten())
     found = {name: torch.cat(each) for name, each in errors.items()}
     print({name: (float(each.max()), int((each > 0.6).sum())) for name, each in found.items()})
-    assert max(found[name].max() for name in ("output", "pieces")) < 0.25
+    assert max(found[name].max() for name in ("output", "partials")) < 0.25
     assert found["weights"].max() < 1
     assert (found["weights"] > 0.6).sum() > 2 * (found["weights of own references"] > 0.6).sum()

@@ -114,9 +114,9 @@ def test_entry_with_fp8_queries(heads: int, page_size: int, own: bool) -> None:
     query = problem.query.view(2, 1, heads, 576)
     out = mla(data, problem, query=query, bmm2_scale=-0.5)
     data.expected_mla().check(out.flatten(0, 1), factor=-0.5)
-    widened = replace(problem, query=problem.query.to(torch.bfloat16))
-    assert isinstance(registry.resolve(problem if own else widened, ARCH), Sm100MlaConfig) == own
-    alike = execute(replace(problem if own else widened, output_scale=-0.5))
+    dequantized = replace(problem, query=problem.query.to(torch.bfloat16))
+    assert isinstance(registry.resolve(problem if own else dequantized, ARCH), Sm100MlaConfig) == own
+    alike = execute(replace(problem if own else dequantized, output_scale=-0.5))
     assert torch.equal(alike, out.flatten(0, 1))
 
 
