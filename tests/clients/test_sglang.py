@@ -137,9 +137,10 @@ def test_metadata_of_a_graph_replays_other_lengths(kind: str, monkeypatch: pytes
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
     addresses = [backend.forward_metadata.seq_lens.data_ptr(), backend.forward_metadata.block_table.data_ptr()]
     batch = Batch(kind, table, seed=1)
-    assert (backend.verify_mask is not None) == (kind == "tree")
+    mask = backend.verify_mask
+    assert (mask.fits(4), mask.fits(5), mask.is_read) == (True, False, kind == "tree")
+    assert mask.mode is sglang_batches.backend.TreeMaskMode.QLEN_ONLY
     if kind == "tree":  # as SGLang's draft worker does
-        assert backend.verify_mask.fits(4)
         backend.verify_mask.buffer[: sglang_batches.TREES.numel()] = sglang_batches.TREES.flatten()
     out = run(backend, batch, layer, pool, graph=True)
     metadata = backend.forward_metadata
@@ -152,6 +153,7 @@ def test_a_tree_that_is_ready_after_the_metadata(monkeypatch: pytest.MonkeyPatch
     runner = sglang_batches.runner(monkeypatch, pool, layer, torch.bfloat16, topk=2)
     backend = HopwellAttnBackend(runner)
     assert not backend.verify_mask.fits(1)
+    assert backend.max_context_len == sglang_batches.CONTEXT  # SGLang's bound of a mask that it allocates
     forward_batch = Batch("tree", runner.req_to_token_pool.req_to_token).forward_batch()
     ready = forward_batch.spec_info.custom_mask
     forward_batch.spec_info.custom_mask = torch.zeros_like(ready)
@@ -159,6 +161,10 @@ def test_a_tree_that_is_ready_after_the_metadata(monkeypatch: pytest.MonkeyPatch
     forward_batch.spec_info.custom_mask = ready
     backend.update_verify_buffers_to_fill_after_draft(forward_batch.spec_info, None)
     assert torch.equal(backend.forward_metadata.draft_mask, hopwell.decode.pack_mask(sglang_batches.TREES))
+    # A step without drafts verifies one token, which needs no mask.
+    forward_batch.spec_info.draft_token_num = 1
+    backend.init_forward_metadata(forward_batch)
+    assert backend.forward_metadata.draft_mask is None
 
 
 def test_trees_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

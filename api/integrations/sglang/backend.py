@@ -72,7 +72,8 @@ class HopwellBackend(AttentionBackend):
         self.device = torch.device(runner.device)
         self.dtype, self.kv_dtype = runner.dtype, runner.kv_cache_dtype
         self.page_size = runner.page_size
-        # SGLang reads both pools from the backend.
+        # SGLang reads both pools, and the longest request, from the backend.
+        self.max_context_len = runner.model_config.context_len
         self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
         self.window_pool = self.token_to_kv_pool if isinstance(self.token_to_kv_pool, SWAKVPool) else None
         self.draft_tokens = get_spec().speculative_num_draft_tokens or 0
@@ -84,7 +85,7 @@ class HopwellBackend(AttentionBackend):
         self._refuse(runner)
         # SGLang's table has one slot for each token. Pages start at every page_size-th slot.
         table = self.req_to_token_pool.req_to_token
-        self.max_kv_len = min(runner.model_config.context_len + self.draft_tokens, table.shape[1])
+        self.max_kv_len = min(self.max_context_len + self.draft_tokens, table.shape[1])
         self.page_starts = table[:, : self.max_kv_len : self.page_size]
         self.forward_metadata: Batch | None = None
         self._graph_buffers: Batch | None = None
@@ -143,10 +144,9 @@ class HopwellBackend(AttentionBackend):
             q_len, tokens, uniform = max(new), sum(new), False
             longest = self.max_kv_len if cached is None else max(map(sum, zip(new, cached, strict=True)))
         slots = 0 if forward_batch.out_cache_loc is None else forward_batch.out_cache_loc.shape[0]
-        draft_tokens = q_len if self.has_trees and mode.is_target_verify() else 0
-        batch = self._empty(requests, -(-max(longest, 1) // self.page_size), slots, draft_tokens)
+        batch = self._empty(requests, -(-max(longest, 1) // self.page_size), slots)
         batch.max_q_len, batch.max_kv_len, batch.tokens = q_len, max(longest, 1), tokens
-        batch.new_keys, batch.uniform = new_keys, uniform
+        batch.new_keys, batch.uniform, batch.draft_mask = new_keys, uniform, self._draft_mask(requests, new_keys)
         if uniform:
             torch.arange(0, tokens + 1, q_len, out=batch.starts)
         return batch
@@ -164,9 +164,7 @@ class HopwellBackend(AttentionBackend):
             raise NotImplementedError(f"{NAME} does not support drafts of different lengths (ragged verify)")
         return spec.draft_token_num, spec.draft_token_num
 
-    def _empty(self, requests: int, pages: int, slots: int, draft_tokens: int) -> Batch:
-        """Return metadata of zeros, with a mask for ``draft_tokens`` of each request if there are any."""
-
+    def _empty(self, requests: int, pages: int, slots: int) -> Batch:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -183,8 +181,15 @@ class HopwellBackend(AttentionBackend):
             tokens=requests,
             new_keys=0,
             uniform=True,
-            draft_mask=_causal_mask(draft_tokens, self.device).repeat(requests, 1, 1) if draft_tokens else None,
+            draft_mask=None,
         )
+
+    def _draft_mask(self, requests: int, drafts: int) -> torch.Tensor | None:
+        """Return a causal mask of drafts, for :meth:`_fill_draft_mask`, or None without trees of drafts."""
+        if not self.has_trees or drafts < 2:
+            return None
+        causal = torch.ones(1, drafts, drafts, dtype=torch.bool, device=self.device).tril()
+        return hopwell.decode.pack_mask(causal).repeat(requests, 1, 1)
 
     def _fill_draft_mask(self, batch: Batch, tree: torch.Tensor) -> None:
         """Pack SGLang's mask of a tree of drafts: bool [requests or more, tokens, tokens], flat.
@@ -192,8 +197,10 @@ class HopwellBackend(AttentionBackend):
         Padded requests of a batch have no part in it.
         """
         assert batch.draft_mask is not None
-        visible = tree.view(-1, batch.max_q_len, batch.max_q_len)[: batch.num_requests]
-        batch.draft_mask[: len(visible)].copy_(hopwell.decode.pack_mask(visible))
+        of_request = batch.max_q_len * batch.max_q_len
+        requests = min(batch.num_requests, tree.numel() // of_request)
+        visible = tree[: requests * of_request].view(requests, batch.max_q_len, batch.max_q_len)
+        batch.draft_mask[:requests].copy_(hopwell.decode.pack_mask(visible))
 
     def _fill(self, batch: Batch, forward_batch: Any) -> None:
         """Compute the tensors of the metadata on the device. A CUDA graph can record it."""
@@ -219,25 +226,25 @@ class HopwellBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the metadata of all graphs, for up to ``max_bs`` requests and ``max_num_tokens`` new tokens."""
-        trees = self.draft_tokens if self.has_trees else 0
-        self._graph_buffers = self._empty(max_bs, self.page_starts.shape[1], max_num_tokens, trees)
+        self._graph_buffers = self._empty(max_bs, self.page_starts.shape[1], max_num_tokens)
         self._graph_batches = {}
         self._verify_mask = self._empty_verify_mask(max_bs)
 
     def _empty_verify_mask(self, max_bs: int) -> VerifyMask | None:
-        """Return the memory that SGLang writes the trees of up to ``max_bs`` requests into, without their prefixes.
+        """Return the memory that SGLang writes the drafts of up to ``max_bs`` requests into, chains too.
 
-        SGLang allocates for batches with more requests, which no graph replays.
+        Without it, SGLang writes masks with the prefixes of the requests, which are large. SGLang allocates for batches
+        with more requests, which no graph replays.
         """
-        if not self.has_trees:
+        if not self.draft_tokens:
             return None
         shape = max_bs * self.draft_tokens * self.draft_tokens
         buffer = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs)
+        return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=max_bs, is_read=self.has_trees)
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """The memory that SGLang writes trees of drafts into, or None without trees."""
+        """The memory that SGLang writes masks of drafts into, or None without drafts."""
         return self._verify_mask
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -256,7 +263,6 @@ class HopwellBackend(AttentionBackend):
         if every is None:
             raise RuntimeError("init_cuda_graph_state must run before a capture")
         tokens = requests * q_len
-        mask = every.draft_mask if new_keys else None
         return Batch(
             seq_lens=every.seq_lens[:requests],
             starts=torch.arange(0, tokens + 1, q_len, dtype=torch.int32, device=self.device),
@@ -269,7 +275,7 @@ class HopwellBackend(AttentionBackend):
             tokens=tokens,
             new_keys=new_keys,
             uniform=True,
-            draft_mask=None if mask is None else mask[:requests],
+            draft_mask=self._draft_mask(requests, new_keys),
         )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
@@ -298,8 +304,3 @@ class HopwellBackend(AttentionBackend):
         given = [name for name, value in keywords.items() if value is not None and value is not False]
         if given:
             raise NotImplementedError(f"{NAME} does not support the keywords {', '.join(given)} of a layer")
-
-
-def _causal_mask(tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of a chain of drafts, uint16 [1, tokens, words]."""
-    return hopwell.decode.pack_mask(torch.ones(1, tokens, tokens, dtype=torch.bool, device=device).tril())
