@@ -84,7 +84,7 @@ def append_paged_kv_cache(
         kv_layout: "NHD" or "HND".
         k_scale: divisor of keys: a positive float, or a tensor of one float32, whose value only ``HOPWELL_CHECK=1``
             reads. It is the global scale of NVFP4. The caller multiplies it into ``bmm1_scale`` of the attention call.
-            1.0 for 16-bit caches.
+            A contiguous float32 tensor [num_kv_heads] has a scale for each KV head. 1.0 for 16-bit caches.
         v_scale: divisor of values, in the same forms, for ``bmm2_scale``.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8, as a pair or stacked like the cache, with
             head_dim / 16 as the last dimension.

@@ -11,7 +11,7 @@ from hopwell._calls.launch import Calls
 from hopwell._calls.repeat import CheckedCall, OperandMap
 from hopwell._checks import arguments as checks
 from hopwell._checks import device_data
-from hopwell._checks.caches import KV_LAYOUTS, SCALE_TYPES, interleaves_v, pair_or_tensor
+from hopwell._checks.caches import KV_LAYOUTS, SCALE_TYPES, interleaves_v, pair_or_tensor, scale_of_heads
 from hopwell._checks.features import require_problem
 from hopwell.kernels import support
 from hopwell.kernels.append import device_data as append_data
@@ -153,8 +153,8 @@ def append_problem(arguments: AppendArguments, by_slot: bool) -> AppendProblem:
         page_table=table,
         page_starts=starts,
         batch=batch,
-        k_scale=_scale("k_scale", a.k_scale, kind, on),
-        v_scale=_scale("v_scale", a.v_scale, kind, on),
+        k_scale=_scale("k_scale", a.k_scale, kind, key),
+        v_scale=_scale("v_scale", a.v_scale, kind, key),
         kind=kind,
         programmatic_launch=True if pdl is None else pdl,
     )
@@ -287,8 +287,8 @@ def _index(name: str, value: Any, dim: tuple[str, int | None], on: torch.device)
     return checked
 
 
-def _scale(name: str, value: Any, kind: CacheType, on: torch.device) -> float | torch.Tensor:
-    scale = checks.scale(name, value, on)
+def _scale(name: str, value: Any, kind: CacheType, key: torch.Tensor) -> float | torch.Tensor:
+    scale = scale_of_heads(name, value, key.device, key.shape[1])
     if kind is CacheType.WIDE and (isinstance(scale, torch.Tensor) or scale != 1.0):
         raise ValueError(f"{name} must be 1.0 for a 16-bit cache, which has no scales, got {checks.describe(value)}")
     if not isinstance(scale, torch.Tensor) and scale < SMALLEST_SCALE:

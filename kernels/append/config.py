@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from hopwell.kernels import support
-from hopwell.kernels.config.base import DTYPES
+from hopwell.kernels.config.base import DTYPES, has_head_scales
 from hopwell.kernels.problem import Family, PageTable
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller values may be flushed to 0 in float32
@@ -51,7 +51,7 @@ class AppendProblem:
             ``positions`` are slots.
         page_starts: [batch + 1] or None.
         batch: number of requests.
-        k_scale, v_scale: divisors before rounding: floats, or one float32 on the device.
+        k_scale, v_scale: divisors before rounding: floats, or float32 on the device, one or one for each KV head.
         kind: form of the written elements.
         programmatic_launch: let this kernel's launch overlap the tail of the preceding kernel (PDL).
     """
@@ -149,8 +149,10 @@ class AppendGeometry(NamedTuple):
 
 @dataclass(frozen=True)
 class AppendConfig:
-    """Config of an append kernel: everything that changes generated code. Sizes and head dims are run-time
-    arguments."""
+    """Config of an append kernel: everything that changes generated code. Sizes and head dims are run-time arguments.
+
+    ``k_head_scales`` and ``v_head_scales``: whether each KV head has its own scale.
+    """
 
     family: ClassVar[Family] = Family.APPEND
     matrix_instruction: ClassVar[str] = ""  # an append has no matrix product
@@ -158,6 +160,8 @@ class AppendConfig:
     arch: str
     dtype: str  # of the new tokens; "16bit" if they are copied
     kind: CacheType
+    k_head_scales: bool = field(default=False, kw_only=True)
+    v_head_scales: bool = field(default=False, kw_only=True)
 
     @property
     def target(self) -> str:
@@ -167,7 +171,8 @@ class AppendConfig:
     @property
     def name(self) -> str:
         """Key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
-        return f"append_{self.arch}_{self.dtype}_{self.kind.value}"
+        scales = "_k_head_scales" * self.k_head_scales + "_v_head_scales" * self.v_head_scales
+        return f"append_{self.arch}_{self.dtype}_{self.kind.value}{scales}"
 
 
 def _config(arch: str, dtype: str, kind: CacheType) -> AppendConfig:
@@ -176,7 +181,9 @@ def _config(arch: str, dtype: str, kind: CacheType) -> AppendConfig:
 
 def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
     """Return the append kernel for ``problem`` on ``arch``."""
-    return _config(arch, DTYPES[problem.key.dtype], problem.kind)
+    config = _config(arch, DTYPES[problem.key.dtype], problem.kind)
+    k_scales, v_scales = map(has_head_scales, (problem.k_scale, problem.v_scale))
+    return replace(config, k_head_scales=k_scales, v_head_scales=v_scales)
 
 
 def shipped_append_configs(arch: str = "sm_90a") -> Iterator[AppendConfig]:

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 from hopwell.kernels.append.config import AppendAddresses, AppendConfig, AppendGeometry, CacheType
 from hopwell.kernels.elements import HALFWORD_BYTES, INTERLEAVED_TOKENS
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import device_struct, load_scale, load_wide_index
+from hopwell.kernels.parts.core.device import device_struct, load_float, load_scale, load_wide_index
 from hopwell.kernels.parts.core.kernel import example_arguments
 from hopwell.kernels.parts.dequant import quantize
 
@@ -101,13 +101,15 @@ class Append:
             scale = load_scale(a.k_scale, k_scale)
             page, row = self.place(a, g, token, a.key_table, g.key_table_row)
             if page >= 0 and page < g.k_pages:
-                self.write(Destination.of_keys(a, g), Int32(g.kv_heads), token, page, row, scale)
+                to, scales = Destination.of_keys(a, g), a.k_scale if self.config.k_head_scales else None
+                self.write(to, Int32(g.kv_heads), token, page, row, scale, scales)
         else:
             scale = load_scale(a.v_scale, v_scale)
             page, row = self.place(a, g, token, a.value_table, g.value_table_row)
             if page >= 0 and page < g.v_pages:
                 interleaves = self.kind is CacheType.NVFP4_INTERLEAVED
-                self.write(Destination.of_values(a, g, interleaves), Int32(g.kv_heads), token, page, row, scale)
+                to, scales = Destination.of_values(a, g, interleaves), a.v_scale if self.config.v_head_scales else None
+                self.write(to, Int32(g.kv_heads), token, page, row, scale, scales)
 
     @cute.jit
     def place(self, a, g, token, table, table_row):
@@ -139,8 +141,8 @@ class Append:
         return page, position - page * size
 
     @cute.jit
-    def write(self, to: Destination, heads, token, page, row, scale) -> None:
-        """Write a token's heads into a row of a page."""
+    def write(self, to: Destination, heads, token, page, row, scale, scales) -> None:
+        """Write a token's heads into a row of a page; ``scales`` is the address of a scale for each head, or None."""
         elements = self.kind.elements
         blocks = to.dim // elements
         source = to.rows + token * to.token * HALFWORD_BYTES
@@ -151,7 +153,8 @@ class Append:
             if const_expr(self.kind is CacheType.WIDE):
                 copy.store_global(to.cache + (place + block * elements) * HALFWORD_BYTES, words)
             else:
-                values = [quantize.divided(half, scale) for word in words for half in UNPACK[self.config.dtype](word)]
+                divisor = scale if const_expr(scales is None) else load_float(scales, head, 1.0)
+                values = [quantize.divided(half, divisor) for word in words for half in UNPACK[self.config.dtype](word)]
                 if const_expr(self.kind is CacheType.E4M3):
                     copy.store_global(to.cache + place + block * elements, quantize.e4m3_words(values))
                 else:

@@ -241,6 +241,7 @@ _DECODE_KNOWN_HEAD_DIMS = (
     _DECODE.row("unequal_head_dim", "head dims", f"{_joined((_NARROWER_V,))} (QK/V)", *_DECODE_UNEQUAL),
     _DECODE.row("large_head_dim", "head dims", "head dim 512", *_DECODE_LARGE),
 )
+_NVFP4_APPEND = _over("kind", (CacheType.NVFP4, CacheType.NVFP4_INTERLEAVED))
 _MLA_HEAD_DIMS = _MLA.row("head_dim", "head dims", f"{_joined(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS))
 _MLA_SPARSE_HEAD_DIM = _MLA.row(
     "sparse_head_dim",
@@ -416,15 +417,11 @@ ENTRIES: dict[str, Entry] = {
         (
             _APPEND.row("16bit", "data types", "bf16 or fp16 new tokens, and a cache of their type"),
             _APPEND.row("fp8_kv", "data types", "fp8 (e4m3) cache", dict(kind=CacheType.E4M3)),
-            _APPEND.row(
-                "nvfp4_kv",
-                "data types",
-                "NVFP4 cache, V scales linear or interleaved",
-                *_over("kind", (CacheType.NVFP4, CacheType.NVFP4_INTERLEAVED)),
-            ),
+            _APPEND.row("nvfp4_kv", "data types", "NVFP4 cache, V scales linear or interleaved", *_NVFP4_APPEND),
             _APPEND.page_sizes,
             _APPEND.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
             _APPEND.tensor_scales,
+            _APPEND.head_scales("an fp8 or NVFP4 cache", dict(kind=CacheType.E4M3), *_NVFP4_APPEND),
         ),
     ),
 }

@@ -181,14 +181,18 @@ def mla(
 
 
 def append(
-    *, kind: CacheType = CacheType.WIDE, page_size: int = PAGE_SIZE, tensor_scales: bool = False
+    *,
+    kind: CacheType = CacheType.WIDE,
+    page_size: int = PAGE_SIZE,
+    tensor_scales: bool = False,
+    head_scales: bool = False,
 ) -> AppendProblem:
     """Return an append problem: new bfloat16 tokens into a cache of this ``kind``."""
     tokens, dim, kv = 8, 128, {CacheType.WIDE: BF16, CacheType.E4M3: FP8}.get(kind, UINT8)
     cache, table = _cache((dim, dim), kv, page_size), _ints(BATCH, 3)
     scales = cache["kv_scales"]
     key, value = (_empty(tokens, KV_HEADS, dim, dtype=BF16) for _ in "kv")
-    scale = _empty(1) if tensor_scales else 1.0
+    scale = _empty(KV_HEADS if head_scales else 1) if tensor_scales or head_scales else 1.0
     return AppendProblem(
         key=key,
         value=value,

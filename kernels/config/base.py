@@ -342,8 +342,12 @@ def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
 
 def head_scales(problem: AttentionProblem) -> tuple[bool, bool]:
     """Return whether the softmax scale, and the output scale, has one value for each KV head."""
-    k, v = (isinstance(one, torch.Tensor) and one.numel() > 1 for one in (problem.softmax_scale, problem.output_scale))
-    return k, v
+    return has_head_scales(problem.softmax_scale), has_head_scales(problem.output_scale)
+
+
+def has_head_scales(scale: float | torch.Tensor) -> bool:
+    """Return whether a scale has one value for each KV head."""
+    return isinstance(scale, torch.Tensor) and scale.numel() > 1
 
 
 def require_dtypes(

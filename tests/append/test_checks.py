@@ -108,6 +108,9 @@ BAD = {
         TypeError,
         "k_scale as a tensor must be torch.float32",
     ),
+    "scales of other heads": ("e4m3", "k_scale", lambda x: torch.ones(5), ValueError, r"the shape \(num_kv_heads,\)"),
+    "strided scales": ("nvfp4", "v_scale", lambda x: torch.ones(2, 2)[:, 0], ValueError, "v_scale must be contiguous"),
+    "scales of heads of bf16": ("bf16", "k_scale", lambda x: torch.ones(2), ValueError, "k_scale must be 1.0"),
     "scales of e4m3": ("e4m3", "kv_cache_sf", lambda x: torch.ones(1), ValueError, "kv_cache_sf must be None"),
     "no block scales": ("nvfp4", "kv_cache_sf", lambda x: None, ValueError, "kv_cache_sf must be provided"),
     "block scales of other pages": (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import tracemalloc
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.batches.append import BF16, FP8, FP16, NVFP4, Case, Data
+from helpers.batches.append import BF16, FP8, FP16, NVFP4, Case, Data, octets
 
 import hopwell
 from hopwell import emulator
@@ -159,6 +160,27 @@ def test_scales_on_the_device(device: str, name: str) -> None:
     scales = [torch.tensor([scale], device=device) for scale in (data.case.k_scale, data.case.v_scale)]
     append(data, k_scale=scales[0], v_scale=scales[1])
     data.check(want)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "nvfp4"])
+def test_scales_of_each_kv_head(device: str, name: str) -> None:
+    """A head has the bytes of an append with its scales for all heads. NaN in a scale stays in its own head."""
+    heads, k_scales, v_scales = 3, (0.01, 1.0, 100.0), (7.0, 0.3, 1e-3)
+    data = Data(replace(CASES[name], kv_heads=heads, device=device))
+    want = data.expected()
+    for head, (k_scale, v_scale) in enumerate(zip(k_scales, v_scales, strict=True)):
+        one = copy.copy(data)
+        one.case = replace(data.case, k_scale=k_scale, v_scale=v_scale)
+        for pool, expected in zip(want, one.expected(), strict=True):
+            pool[:, head] = expected[:, head]
+    given = [torch.tensor(scales, device=device) for scales in (k_scales, v_scales)]
+    append(data, k_scale=given[0], v_scale=given[1])
+    data.check(want)
+    before = [octets(view).clone() for view in data.views()]
+    given[0][1] = torch.nan
+    append(data, k_scale=given[0], v_scale=given[1])
+    for pool, old in zip(data.views(), before, strict=True):
+        assert torch.equal(octets(pool)[:, ::2], old[:, ::2])
 
 
 INDICES = ("batch_indices", "positions", "indices", "indptr", "last")

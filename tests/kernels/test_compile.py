@@ -292,7 +292,9 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
 def test_append_kernels_do_not_spill(arch: str) -> None:
-    for config in shipped_append_configs(arch):
+    shipped = list(shipped_append_configs(arch))
+    scaled = [replace(c, k_head_scales=True, v_head_scales=True) for c in shipped if c.dtype == "bf16"]
+    for config in (*shipped, *scaled):
         used = usage(artifact(config).cubin)
         assert (used.stack, used.local) == (0, 0), config.name
         # An SM has room for all of its threads, or for half of them if they quantize.
