@@ -1,4 +1,4 @@
-"""Blackwell's prefill kernel for ``python -m hopwell.emulator campaign --arch sm_100a``, with its equivalent faults.
+"""Blackwell's tcgen05 kernels for ``python -m hopwell.emulator campaign --arch sm_100a``, with their equivalent faults.
 
 An equivalent fault cannot change the kernel's behaviour.
 """
@@ -14,7 +14,9 @@ import torch
 # The command runs this file without pytest, which would put the folder of ``helpers`` on the path.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from helpers.batches.prefill import Batch
+from helpers.batches.fp8 import Fp8Batch, Fp8MlaBatch
+from helpers.batches.mla import MlaBatch
+from helpers.batches.prefill import CAUSAL, Batch
 from helpers.device import equivalent_faults
 from helpers.device.equivalent_faults import next_warp_barrier
 
@@ -23,27 +25,51 @@ from hopwell.emulator.tools.faults import Fault, waits
 from hopwell.kernels import execute
 from hopwell.kernels.launch import geometry
 
+LENGTHS = [260, 3, 130, 2], [300, 10, 150, 0]
+
 
 def case() -> None:
     """Run two query tiles and zero to three key tiles on one CTA, which reuses every stage.
 
-    Each launch is short, because a campaign has many launches.
+    Each launch is short, because a campaign has many launches. Logits are so large that references move between steps.
     """
-    data = Batch([260, 3, 130, 2], [300, 10, 150, 0], heads=1, kv_heads=1, device="cpu")
+    data = Batch(*LENGTHS, heads=1, kv_heads=1, magnitude=3.0, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 1):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
 
+def prefill_e4m3() -> None:
+    data = Fp8Batch(*LENGTHS, heads=1, kv_heads=1, device="cpu")
+    with mock.patch.object(geometry, "EMULATED_SMS", 1):
+        problem = data.in_fp8(16, CAUSAL, torch.bfloat16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1))
+        execute(problem)
+
+
+def mla(kind: type[MlaBatch] = MlaBatch) -> None:
+    """Run MLA with requests of zero to three steps on two pairs of CTAs, which share a request and take several.
+
+    Logits are so large that references move between steps.
+    """
+    data = kind([1] * 4, [330, 0, 90, 260], heads=70, head_dim=320, v_head_dim=256, magnitude=3.0, device="cpu")
+    with mock.patch.object(geometry, "EMULATED_SMS", 4):
+        execute(data.decode(16, sinks=torch.linspace(-1, 1, 70)))
+
+
+def mla_e4m3() -> None:
+    mla(Fp8MlaBatch)
+
+
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Return why an undetected fault changes nothing, or ""."""
-    return equivalent_faults.equivalent(fault, kernel) or _own_reason(fault, kernel)
+    reason = _reason_of_mla if "MlaSm100" in kernel.name else _reason_of_prefill
+    return equivalent_faults.equivalent(fault, kernel) or reason(fault, kernel)
 
 
 def places(kernel: Kernel, start: str, part: str = "") -> list[int]:
     return [i.pc for i in kernel.instrs if i.op.startswith(start) and part in i.op]
 
 
-def _own_reason(fault: Fault, kernel: Kernel) -> str:
+def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
     pc = fault.sites[0]
     if fault.kind == "drop bar.warp.sync":
         rows = places(kernel, "st.global", ".v4")
@@ -52,13 +78,16 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
             return "the warp has met in its last access to tensor memory, or in a vote"
         if pc == next_warp_barrier(kernel, results[-1]):
             return "every lane hands on its own factor; the warp meets again when it reads its next tile"
-        if pc == next_warp_barrier(kernel, rows[-1]):
-            return "the same again follows before O is given back"
+        if pc in {next_warp_barrier(kernel, row) for row in rows}:
+            return (
+                "lanes that have stored a part of their rows meet again before the next part, or before O is given back"
+            )
     if fault.kind == "drop tcgen05.fence":
         accesses = [at for op in ("tcgen05.ld", "tcgen05.st", "tcgen05.mma") for at in places(kernel, op)]
         if pc < min(accesses):
             return "nobody has accessed tensor memory yet"
-        if pc == min(at for at in places(kernel, "tcgen05.fence::after") if at > max(places(kernel, "tcgen05.st"))):
+        first = min(places(kernel, "tcgen05.mma"))
+        if pc == max(at for at in places(kernel, "tcgen05.fence::after") if at < first):
             return "the fences before O have ordered the first S of a tile behind the reads of the tile before"
         if pc > max(accesses):
             return "only tcgen05.dealloc follows, which needs the order and no fence"
@@ -71,4 +100,20 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
             return "what the waits behind it are for was committed later"
         if pc == max(wait for wait in every if wait < last_copy):
             return "both stages of Q are given back behind the same products, and the first has been waited for"
+    return ""
+
+
+def _reason_of_mla(fault: Fault, kernel: Kernel) -> str:
+    pc, products = fault.sites[0], places(kernel, "tcgen05.mma")
+    synchronises = ("mbarrier", "tcgen05", "bar", "ld.shared", "st.shared")
+    follows = next((i.op for i in kernel.instrs[fault.sites[-1] + 1 :] if i.op.startswith(synchronises)), "")
+    if fault.kind == "drop bar.sync" and follows.startswith("barrier.cluster"):
+        return "both CTAs meet at once"
+    if fault.kind == "drop tcgen05.fence" and max(places(kernel, "tcgen05.ld")) < pc < products[-1]:
+        return "the mma warp has one fence behind the waits of a step and another before each of its products"
+    if fault.kind == "drop mbarrier wait" and follows.startswith("mbarrier.try_wait"):
+        if pc < products[0]:
+            return "the relay tells of Q before it tells of K, which the leader waits for too"
+        if pc > places(kernel, "tcgen05.commit")[-1]:
+            return "a stage was released before O was complete, which correction waits for"
     return ""
