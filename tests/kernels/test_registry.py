@@ -140,7 +140,7 @@ def test_another_implementation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> N
     assert (*geometry,) == (2, 17)
     assert number == 0.25
     assert addresses[-1] == found.tickets.address()
-    assert found.tickets.bytes == 4 * 32, "a power of two that holds 17"
+    assert found.tickets.bytes == 4 * 18, "17, rounded up"
     assert registry.build(found.config) == ("built dummy", ())
     assert workspace_bytes(3, 1, 48, 100, "cpu") == 3000 + EMULATED_SMS
     assert registry.refuse(data.decode(16), "sm_90a") is None

@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("api", "docs", "emulator", "examples", "kernels", "layouts", "perf", "tests")
 SOURCES = (".py", ".c", ".h")
 FILE_LINES, FUNCTION_LINES, PARAMETERS, README_LINES = 500, 80, 12, 250
+CHAIN = 3  # of classes in kernels/, the class itself included
 
 
 def functions(file: pathlib.Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -55,6 +56,20 @@ def beyond(folder: pathlib.Path) -> list[str]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_files_and_functions_keep_the_limits(folder: str) -> None:
     assert beyond(ROOT / folder) == []
+
+
+def test_no_chain_of_classes_is_longer_than_three() -> None:
+    bases = {
+        node.name: [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+        for file in (ROOT / "kernels").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def chain(name: str) -> int:
+        return 1 + max((chain(base) for base in bases[name] if base in bases), default=0)
+
+    assert [name for name in bases if chain(name) > CHAIN] == []
 
 
 def test_every_folder_with_sources_is_looked_at() -> None:

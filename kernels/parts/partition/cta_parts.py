@@ -170,7 +170,7 @@ class CtaPartSchedule(KeySchedule):
         row_tiles, sequences = self._most_of_chunk, self._sequence_count
         first_sequence = self._sequence(cute.arch.lane_idx())
         group, cta_parts = Divisor.of(Int32(self.geometry.group)), Divisor.of(Int32(self.geometry.cta_parts))
-        first_place = self._first_place
+        first_place = self.hooks.first_place()
         first_of_cta_part = Divisor.of(row_tiles)
         size, step = self._cta_part_size(first_sequence, cta_parts), Int32(0)
         for kind in cutlass.range(COMBINE + 1, unroll=1):
@@ -204,11 +204,6 @@ class CtaPartSchedule(KeySchedule):
                     first, place, color = Int32(0), Int32(0), Int32(0)
                     sequence = first_sequence
         work_queue.post_end(step)
-
-    @property
-    def _first_place(self):
-        """Place of this CTA's first CTA part and row tile; the next ones follow at a distance of the grid's size."""
-        return Int32(cute.arch.block_idx()[0])
 
     @property
     def _all_places(self):

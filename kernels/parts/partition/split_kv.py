@@ -114,7 +114,12 @@ class RequestSpan(Span):
 
 @device_struct
 class ScheduleHooks:
-    """Hooks of the scheduler warp for each work tile, besides posting it. The defaults do nothing."""
+    """Hooks of the scheduler warp: its place among CTAs, and more work for each work tile. The defaults do nothing."""
+
+    def first_place(self):
+        """Return the place of this CTA's first CTA part and row tile. The next ones follow at a distance of the grid's
+        size."""
+        return Int32(cute.arch.block_idx()[0])
 
     def posted(self, step, work_tile: SplitTile, before: SplitTile) -> None:
         """Handle a posted work tile; ``before`` is the work tile before it, at first :meth:`SplitTile.nothing`."""

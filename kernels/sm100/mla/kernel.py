@@ -18,8 +18,8 @@ from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvSource
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax, TileSoftmax
-from hopwell.kernels.sm90.mla.kernel import MlaSm90
-from hopwell.kernels.sm90.mla.key_halves import LatentLogits
+from hopwell.kernels.sm90.decode.base import DecodeKernel
+from hopwell.kernels.sm90.mla.key_halves import LatentKernel, LatentLogits
 from hopwell.kernels.sm100.common import pair, tmem
 from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing
 from hopwell.kernels.sm100.mla.config import CTA_ROWS, CTAS, KEYS, ROLES, Sm100MlaConfig
@@ -44,7 +44,7 @@ FACTOR_BYTES = 4 * FACTORS
 FACTOR_STAGES = 2
 
 
-class MlaSm100(MlaSm90):
+class MlaSm100(LatentKernel, DecodeKernel):
     """Attention of up to 128 packed rows by a pair of CTAs with 64 rows each, in steps of 128 keys from right to left.
 
     A matrix instruction computes 128 rows, 64 in each CTA. Operand A, Q or P, is in each CTA for its own rows. Operand
@@ -101,7 +101,7 @@ class MlaSm100(MlaSm90):
 
     def __init__(self, config: Sm100MlaConfig):
         self.partition = PairParts(self)
-        super(MlaSm90, self).__init__(config)
+        super().__init__(config)
 
     def kv_source(self) -> type[KvSource]:
         if self.config.kv_type is not KvType.WIDE:
@@ -184,7 +184,7 @@ class MlaSm100(MlaSm90):
     def fetch_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
         """Load this CTA's rows of Q."""
         own = replace(tile, first_row=tile.first_row + pair.rank() * CTA_ROWS)
-        MlaSm90.fetch_rows(self, descriptor, addresses, geometry, own, tiles, ring, step)
+        LatentKernel.fetch_rows(self, descriptor, addresses, geometry, own, tiles, ring, step)
 
     @cute.kernel
     def kernel(

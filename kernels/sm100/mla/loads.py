@@ -20,7 +20,7 @@ from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.pipeline import Ring
 from hopwell.kernels.parts.dequant.latent_rows import LANES_PER_ROW, DequantizedOperand, LatentRowFormat
 from hopwell.kernels.parts.load.kv_rows import PageRows
-from hopwell.kernels.parts.load.kv_source import KvOperand, PageColumnBoxes
+from hopwell.kernels.parts.load.kv_source import KvOperand, PageBoxes
 from hopwell.kernels.parts.load.page_size import page_size
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.sm100.mla.config import CTAS, Sm100MlaConfig
@@ -30,8 +30,14 @@ VALUE_BOXES = 2  # of a stage of V
 
 
 @dataclass
-class LatentBoxes(PageColumnBoxes):
-    """A work tile's keys in pages of 8 tokens and more, fetched by TMA. A tile has 64 keys."""
+class LatentBoxes(PageBoxes):
+    """A work tile's keys in pages of 8 tokens and more, fetched by TMA. A tile has 64 keys, a box one column block."""
+
+    columns_first = False
+
+    @property
+    def box_bytes(self) -> int:
+        return self.box_rows * copy.SWIZZLE_ROW_BYTES
 
     def look_up(self, tile) -> tuple:
         """Read the table for a tile."""
@@ -62,13 +68,25 @@ class LatentBoxes(PageColumnBoxes):
         """Do nothing: TMA completes the barrier."""
 
 
-@dataclass
-class LatentRows(PageRows):
-    """A work tile's keys in smaller pages or in a top-k list, copied by lanes. Rows that are not needed become
-    zeros."""
+class LaneCopies:
+    """Mixin of keys that lanes copy, of which rows that are not needed become zeros."""
 
     def look_up(self, tile) -> list:
         return self.read_table(tile)
+
+    def needs_zeros(self, first_key, keys: int) -> bool:
+        return False
+
+    def expect(self, barrier, size: int) -> None:
+        """Do nothing: every lane arrives when its copies are done."""
+
+    def finish(self, barrier) -> None:
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+
+@dataclass
+class LatentRows(LaneCopies, PageRows):
+    """A work tile's keys in smaller pages or in a top-k list."""
 
     def places(self, tile, found: list) -> list:
         """Return the addresses of the rows that a lane copies vectors of: eight lanes share a row."""
@@ -80,12 +98,6 @@ class LatentRows(PageRows):
             for first in range(0, LANES, rows_at_once)
         ]
 
-    def needs_zeros(self, first_key, keys: int) -> bool:
-        return False
-
-    def expect(self, barrier, size: int) -> None:
-        """Do nothing: every lane arrives when its copies are done."""
-
     def load_block(self, places: list, block, destination, barrier) -> None:
         lane, vectors = cute.arch.lane_idx(), copy.VECTORS_PER_ROW
         vector, offset = lane % vectors, block * copy.SWIZZLE_ROW_BYTES
@@ -96,12 +108,9 @@ class LatentRows(PageRows):
             target = copy.swizzled_vector(destination, i * (LANES // vectors) + lane // vectors, vector)
             copy.async_copy_or_zero(target, row + (offset + vector * copy.VECTOR_BYTES), wanted)
 
-    def finish(self, barrier) -> None:
-        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
-
 
 @dataclass
-class EightBitRows(LatentRows):
+class EightBitRows(LaneCopies, PageRows):
     """Rows of 8-bit keys, to be dequantized in place as in ``parts/dequant/latent_rows.py``. Four lanes copy 64 bytes
     of a row, each to the place of the first of its two result vectors. They copy the row's scales to the place of the
     second.
@@ -136,7 +145,7 @@ class EightBitRows(LatentRows):
                 copy.async_copy_or_zero(target ^ copy.VECTOR_BYTES, row + form.to_scales, row != 0)
 
 
-LatentSource = LatentBoxes | LatentRows
+LatentSource = LatentBoxes | LatentRows | EightBitRows
 
 
 @device_struct(frozen=True)

@@ -7,27 +7,15 @@ import cutlass.cute as cute
 
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.partition.cta_parts import CtaPartSchedule, TopkCtaPartSchedule
-from hopwell.kernels.parts.partition.split_kv import KeySchedule
 from hopwell.kernels.sm90.mla.partition import LIST_ATTEND_LOADS, CtaParts, QueryHooks
 from hopwell.kernels.sm100.common import pair
 
 
 @dataclass
-class PairPartSchedule(CtaPartSchedule):
-    """The schedule of a pair of CTAs."""
+class PairHooks(QueryHooks):
+    """Hooks of the schedule warps of a pair, which take the same places."""
 
-    @property
-    def _first_place(self):
-        return pair.index()
-
-
-@dataclass
-class TopkPairPartSchedule(TopkCtaPartSchedule):
-    """The schedule of a pair of CTAs over top-k lists."""
-
-    @property
-    def _first_place(self):
+    def first_place(self):
         return pair.index()
 
 
@@ -36,8 +24,8 @@ class PairParts(CtaParts):
 
     attend_loads = LIST_ATTEND_LOADS
 
-    def schedule(self, *parts: Any, hooks: QueryHooks) -> KeySchedule:
-        return (TopkPairPartSchedule if self.kernel.config.sparse else PairPartSchedule)(*parts, hooks)
+    def hooks(self, *parts: Any) -> QueryHooks:
+        return PairHooks(*parts)
 
     @cute.jit
     def finish(self, combine, work_queue, tile, work, addresses: Addresses, geometry: DecodeGeometry, output_scale):

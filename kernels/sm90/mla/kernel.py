@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
@@ -19,20 +19,18 @@ from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.load.kv_source import KvSource
-from hopwell.kernels.parts.partition.split_kv import KeySchedule, SplitTile
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
-from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.parts.rows.softmax import SLACK, OnlineSoftmax
 from hopwell.kernels.sm90.common.kernel import SCHEDULE_WARP
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.common.operands import Operands
 from hopwell.kernels.sm90.decode.base import DecodeKernel
-from hopwell.kernels.sm90.mla.key_halves import LatentLoads, latent_mask_type
+from hopwell.kernels.sm90.mla.key_halves import LatentKernel, LatentLoads
 from hopwell.kernels.sm90.mla.partition import CtaParts, RequestSplits
 from hopwell.kernels.sm90.mla.shared_steps import WARP_SUM_BYTES, SharedSteps
 
 
-class MlaSm90(DecodeKernel):
+class MlaSm90(LatentKernel, DecodeKernel):
     """Attention of up to 64 packed rows, in steps of two tiles of 64 keys, A and B, from right to left.
 
     O has 64 x 512 elements, more than one warpgroup has registers for. So two warpgroups, left and right, each hold
@@ -83,9 +81,6 @@ class MlaSm90(DecodeKernel):
         loads          |                          | A', left half | A', right half | B', right half | B', left half
     """
 
-    step_tiles = 2
-    q_role = "schedule"
-    work_tile = SplitTile
     # Rows of 128 bytes: 64 columns of P of B, or in 8-bit kernels 64 columns each of P of A and of B.
     p_tiles = 1
 
@@ -100,10 +95,6 @@ class MlaSm90(DecodeKernel):
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
         return self.loads.kv_atoms(a, g)
-
-    @property
-    def mask_type(self) -> type[IntervalMask]:
-        return latent_mask_type(self.config)
 
     @property
     def half_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -141,18 +132,6 @@ class MlaSm90(DecodeKernel):
         """Bytes of P, if no edge has them."""
         return self.attend_type.p_bytes(self)
 
-    def q_atom(self, a: Addresses, g: DecodeGeometry):
-        # The heads of an expanded query share one address. TMA does not load such a query, but its descriptor needs a
-        # nonzero stride.
-        (stride,) = self.layout.q_strides(g.q_head)
-        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.VECTOR_BYTES // HALFWORD_BYTES)
-        return self._row_boxes(a.query, (rows, self.layout.q_dim, 1), (distance, distance), self.q_rows)
-
-    def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> KeySchedule:
-        sizes = (self.tile.m, self.tile.n * self.step_tiles)
-        hooks = self.partition.hooks(self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry)
-        return self.partition.schedule(geometry, addresses, mask, *sizes, hooks=hooks)
-
     @cute.jit
     def load(
         self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale
@@ -162,16 +141,6 @@ class MlaSm90(DecodeKernel):
             self.loads.run(warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry)
         elif const_expr(self.idle_warps > 0):
             self.partition.run_idle_warp(addresses, geometry, schedule, output_scale)
-
-    @cute.jit
-    def fetch_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
-        """Load rows of Q, by TMA if they have a constant stride. TMA may also read rows of the next request; their
-        results are not stored."""
-        if geometry.q_token == geometry.q_head * geometry.group:
-            row = tile.request.q_start * Int32(geometry.group) + tile.first_row
-            self.fetch_q(descriptor, tiles, ring, step, row, Int32(0))
-        else:
-            self.load_q(addresses, geometry, tile, tiles, ring, step)
 
     def softmax(self, scale) -> OnlineSoftmax:
         return self.attend_type.softmax_type.create(scale, RowFragment.rows)

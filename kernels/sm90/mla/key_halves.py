@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.elements import HALFWORD_BYTES
@@ -19,6 +19,7 @@ from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
 from hopwell.kernels.parts.dequant.latent_rows import DequantizedOperand, DequantizedPageRows, LatentRowFormat
 from hopwell.kernels.parts.load.kv_source import KvOperand, KvSource
 from hopwell.kernels.parts.load.page_size import page_size
+from hopwell.kernels.parts.partition.split_kv import KeySchedule, SplitTile
 from hopwell.kernels.parts.rows.mask import (
     TOPK_KEYS,
     IntervalMask,
@@ -224,3 +225,37 @@ class LatentLogits:
 def latent_mask_type(config: Any) -> type[IntervalMask]:
     """Return the mask of an MLA kernel."""
     return TopkMask if config.sparse else mask_type(config.mask)
+
+
+class LatentKernel:
+    """Mixin with what kernels over latent keys share: work tiles of packed rows, and the loads of their queries."""
+
+    step_tiles = 2
+    q_role = "schedule"
+    work_tile = SplitTile
+
+    @property
+    def mask_type(self) -> type[IntervalMask]:
+        return latent_mask_type(self.config)
+
+    def q_atom(self, a: Addresses, g: DecodeGeometry):
+        # The heads of an expanded query share one address. TMA does not load such a query, but its descriptor needs a
+        # nonzero stride.
+        (stride,) = self.layout.q_strides(g.q_head)
+        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.VECTOR_BYTES // HALFWORD_BYTES)
+        return self._row_boxes(a.query, (rows, self.layout.q_dim, 1), (distance, distance), self.q_rows)
+
+    def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> KeySchedule:
+        sizes = (self.tile.m, self.tile.n * self.step_tiles)
+        hooks = self.partition.hooks(self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry)
+        return self.partition.schedule(geometry, addresses, mask, *sizes, hooks=hooks)
+
+    @cute.jit
+    def fetch_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
+        """Load rows of Q, by TMA if they have a constant stride. TMA may also read rows of the next request; their
+        results are not stored."""
+        if geometry.q_token == geometry.q_head * geometry.group:
+            row = tile.request.q_start * Int32(geometry.group) + tile.first_row
+            self.fetch_q(descriptor, tiles, ring, step, row, Int32(0))
+        else:
+            self.load_q(addresses, geometry, tile, tiles, ring, step)
