@@ -18,7 +18,7 @@ from ..errors import EmulatorError, MemoryFault, UninitializedRead, Unsupported
 from ..machine.state import Cta, Warp, first_lane
 from ..ptx import Imm, Instr, Mem, Vec
 from .instruction_descriptor import K_BYTES, PACK_BYTE, PACK_CHUNK, PACK_TIGHT, Shape, parse_shape
-from .tensor_memory import ALL_GROUPS, tensor_memory, touch
+from .tensor_memory import ALL_GROUPS, LANES, tensor_memory, touch
 from .tensor_queue import group_ctas, queue_key, queue_mark, touch_chunks
 
 if TYPE_CHECKING:
@@ -296,9 +296,10 @@ class Job:
         tm = tensor_memory(m, cta)
         lane, column, width = self.d >> 16 & 0xFFFF, self.d & 0xFFFF, self.d_columns()
         tm.check(m, column, width, self.where)
-        lanes = lane + self.d_lanes()
-        old = tm.cells[lanes, column : column + width]
-        if self.accumulate and tm.written is not None and not tm.written[lanes, column : column + width].all():
+        columns = slice(column, column + width)
+        lanes: Any = lane + self.d_lanes() if s.uses_half_of_the_lanes else slice(0, LANES)
+        old = tm.cells[lanes, columns]
+        if self.accumulate and tm.written is not None and not tm.written[lanes, columns].all():
             raise UninitializedRead(f"accumulation onto tensor memory that was never written: {self.where}")
         if s.split > 1:  # put the column ranges side by side again
             old = np.concatenate(np.split(old, s.split), axis=1)
@@ -307,9 +308,8 @@ class Job:
             product = np.zeros(acc.shape, np.float32)  # exact: sums of 32 products of 8-bit integers stay below 2^24
             m.core.core_gemm(product.ctypes.data, a.ctypes.data, b.ctypes.data, s.rows, s.n, s.k, s.k, s.n, s.n)
             total = acc.astype(np.int64) + product.astype(np.int64)
-            result = (
-                (np.clip(total, -(1 << 31), (1 << 31) - 1) if s.saturate else total).astype(np.int32).view(np.uint32)
-            )
+            total = np.clip(total, -(1 << 31), (1 << 31) - 1) if s.saturate else total
+            result = total.astype(np.int32).view(np.uint32)
         else:
             m.core.core_product(
                 m.address,
@@ -329,16 +329,17 @@ class Job:
             )
         if s.split > 1:
             result = np.concatenate(np.split(result, s.split, axis=1))
-        write = np.ones(len(lanes), bool)
         if any(self.disabled):
             # The mask has a bit for each lane of tensor memory, not for each row (PTX ISA, "tcgen05.mma",
             # disable-output-lane). A CTA pair has 256 lanes, the number of rows of M = 256 (CUTLASS DSL,
             # nvvm_wrapper.py, write_disable_mask).
             bits = self.disabled[LANE_WORDS * (cta is not self.ctas[0]) :]
-            write = ~np.array([bits[lane // 32] >> (lane % 32) & 1 for lane in lanes.tolist()], bool)
-        tm.cells[lanes[write], column : column + width] = result[write]
+            all_lanes = lane + self.d_lanes()
+            write = ~np.array([bits[k // 32] >> (k % 32) & 1 for k in all_lanes.tolist()], bool)
+            lanes, result = all_lanes[write], result[write]
+        tm.cells[lanes, columns] = result
         if tm.written is not None:
-            tm.written[lanes[write], column : column + width] = True
+            tm.written[lanes, columns] = True
 
     def start(self, old: np.ndarray) -> np.ndarray:
         """Return the accumulator before the product, as a fresh array."""
