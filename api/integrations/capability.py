@@ -32,12 +32,15 @@ def has_prefill(
     mask: MaskKind = MaskKind.CAUSAL,
     sinks: bool = False,
     v_head_size: int | None = None,
+    head_scales: bool = False,
 ) -> bool:
     """Return whether the context entry has kernels for these calls. They serve batches of every kind.
 
     V's block scales in an NVFP4 cache are linear. ``v_head_size`` is the head dimension of V; None means ``head_size``.
+    ``head_scales``: whether each KV head has scales of its own.
     """
     given: dict[str, Any] = dict(sinks=samples.SINKS) if sinks else {}
+    given["head_scales"] = head_scales
     given |= dict(dims=(head_size, head_size if v_head_size is None else v_head_size), query=query, mask=mask)
     is_nvfp4 = kv is NVFP4
     problem = samples.prefill_with_linear_v_scales(**given) if is_nvfp4 else samples.prefill(kv=kv, **given)

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from hopwell.integrations.vllm import backend, dcp
 from tests.clients import vllm_batches
-from tests.clients.vllm_batches import BLOCK, HEAD_SIZE, HEADS, Batch, run
+from tests.clients.vllm_batches import BLOCK, HEAD_SIZE, HEADS, KV_HEADS, Batch, run
 
 pytestmark = pytest.mark.clients
 
@@ -37,6 +37,36 @@ def test_an_e4m3_output_is_scaled(kind: str) -> None:
     assert not Batch(kind).layer().impl.fused_output_quant_supported(kFp8StaticTensorSym)
     out = run(batch, torch.float8_e4m3fn, scale).double() * scale.double()
     torch.testing.assert_close(out, batch.expected(batch.layer()), atol=0.06, rtol=0.13)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "decode", "ragged"])
+def test_scales_of_each_kv_head(kind: str) -> None:
+    """A KV head has the bits of a layer with its scales for all heads."""
+    assert backend.HopwellBackend.supports_per_head_quant_scales()
+    scales = dict(q=(0.5, 0.03), k=(0.25, 0.01), v=(0.125, 2.0))
+
+    def outputs(chosen: dict[str, Any]) -> torch.Tensor:
+        batch = Batch(kind, cache="fp8")
+        layer = batch.layer()
+        for name, scale in chosen.items():
+            setattr(layer, f"_{name}_scale", torch.tensor(scale))
+            setattr(layer, f"_{name}_scale_float", max(scale) if isinstance(scale, tuple) else scale)
+        batch.layer = lambda: layer  # type: ignore[method-assign]
+        return run(batch)[: batch.tokens].unflatten(1, (KV_HEADS, -1))
+
+    found = outputs(scales)
+    for head in range(KV_HEADS):
+        one = outputs({name: scale[head] for name, scale in scales.items()})
+        assert torch.equal(found[:, head], one[:, head])
+
+
+def test_biased_layers_refuse_scales_of_each_kv_head() -> None:
+    batch = Batch("mixed", soft_cap=5.0)
+    layer = batch.layer()
+    layer.impl._scales = torch.ones(KV_HEADS), torch.ones(KV_HEADS)
+    batch.layer = lambda: layer  # type: ignore[method-assign]
+    with pytest.raises(NotImplementedError, match="scales of each KV head with ALiBi or a soft cap"):
+        run(batch)
 
 
 def test_float16_models() -> None:

@@ -98,6 +98,7 @@ class Batch:
         scales = (Q_SCALE, K_SCALE, V_SCALE) if quantized else (1.0, 1.0, 1.0)
         layer = types.SimpleNamespace(num_heads=HEADS)
         layer._q_scale_float, layer._k_scale_float, layer._v_scale_float = scales
+        layer._q_scale, layer._k_scale, layer._v_scale = map(torch.tensor, scales)
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:

@@ -83,6 +83,11 @@ class HopwellBackend(AttentionBackend):
         return cls._has(sinks=True)
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        arch = capability.arch_of()
+        return arch is not None and capability.has_prefill(arch, 128, capability.DTYPES[0], FP8, head_scales=True)
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         return cls._has(mask=MaskKind.SLIDING_WINDOW)
 

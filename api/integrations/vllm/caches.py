@@ -12,6 +12,7 @@ from hopwell.integrations.vllm.capability import FP8, NVFP4
 from hopwell.layouts.scales import NVFP4_BLOCK
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Scale = float | torch.Tensor  # of all KV heads, or of each
 
 
 class Cache(NamedTuple):
@@ -79,7 +80,7 @@ def stacked(kv_cache: torch.Tensor, dtype: torch.dtype, head_size: int) -> torch
 
 
 def write(
-    cache: Cache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, k_scale: float, v_scale: float
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, k_scale: Scale, v_scale: Scale
 ) -> None:
     """Write new tokens into their slots, block * block_size + offset. Tokens with negative slots are skipped.
 

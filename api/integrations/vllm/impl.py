@@ -15,6 +15,12 @@ from hopwell.integrations.vllm.capability import FP8, NVFP4
 from hopwell.kernels.masks import MaskKind
 
 
+def layer_scale(layer: Any, name: str) -> float | torch.Tensor:
+    """Return a scale of a layer: a float, or a tensor if each KV head has its own (vLLM's strategy "attn_head")."""
+    scale = getattr(layer, f"_{name}_scale")
+    return scale if scale.numel() > 1 else getattr(layer, f"_{name}_scale_float")
+
+
 class HopwellImpl(AttentionImpl[HopwellMetadata]):
     """A decoder layer.
 
@@ -60,7 +66,7 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
         self.supports_quant_query_input = self.kv_dtype is FP8 and self.dcp_world_size == 1
         self._check(alibi_slopes)
         self._combine: Any = dcp.combine_function() if self.dcp_world_size > 1 else None
-        self._scales: tuple[float, float] | None = None
+        self._scales: tuple[float | torch.Tensor, float | torch.Tensor] | None = None
         self._quantized_output_scale: torch.Tensor | None = None
 
     def _check(self, alibi_slopes: list[float] | None) -> None:
@@ -115,7 +121,7 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
     ) -> None:
         cache = caches.cache_of(kv_cache, self.kv_dtype, self.head_size, self.num_kv_heads)
         quantized = self.kv_dtype in (FP8, NVFP4)
-        k_scale, v_scale = (layer._k_scale_float, layer._v_scale_float) if quantized else (1.0, 1.0)
+        k_scale, v_scale = (layer_scale(layer, "k"), layer_scale(layer, "v")) if quantized else (1.0, 1.0)
         caches.write(cache, key, value, slot_mapping, k_scale, v_scale)
 
     def forward(
@@ -168,14 +174,15 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
     def _scales_of(self, layer: Any, dtype: torch.dtype, output_scale: torch.Tensor | None) -> tuple[Any, Any]:
         """Return the factors on q k^T and on the output. They are constants after the weights are loaded."""
         if self._scales is None:
-            on_qk, on_output = self.scale, 1.0
+            on_qk: float | torch.Tensor = self.scale
+            on_output: float | torch.Tensor = 1.0
             if self.kv_dtype in (FP8, NVFP4):
-                on_qk, on_output = on_qk * layer._k_scale_float, layer._v_scale_float
-            self._scales = on_qk * (layer._q_scale_float if dtype is FP8 else 1.0), on_output
+                on_qk, on_output = on_qk * layer_scale(layer, "k"), layer_scale(layer, "v")
+            self._scales = on_qk * (layer_scale(layer, "q") if dtype is FP8 else 1.0), on_output
         if output_scale is None:
             return self._scales
         if self._quantized_output_scale is None:
-            self._quantized_output_scale = (self._scales[1] / output_scale.float()).view(1)
+            self._quantized_output_scale = (self._scales[1] / output_scale.float()).flatten()
         return self._scales[0], self._quantized_output_scale
 
     def _decode(
@@ -239,6 +246,8 @@ class HopwellImpl(AttentionImpl[HopwellMetadata]):
         self._check_mask(meta)
         if isinstance(meta.causal, torch.Tensor):
             raise NotImplementedError("HOPWELL does not support causal masks by request with ALiBi or a soft cap")
+        if isinstance(scales[0], torch.Tensor):
+            raise NotImplementedError("HOPWELL does not support scales of each KV head with ALiBi or a soft cap")
         if meta.cum_seq_lens is None:
             raise ValueError("the metadata must have cum_seq_lens for layers with ALiBi or a soft cap, got None")
         mask = "padding" if not meta.causal else "causal" if self.window_left < 0 else "sliding_window"
