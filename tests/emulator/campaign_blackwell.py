@@ -46,11 +46,11 @@ def prefill_e4m3() -> None:
 
 
 def mla(kind: type[MlaBatch] = MlaBatch) -> None:
-    """Run MLA with requests of zero to three steps on two pairs of CTAs, which share a request and take several.
+    """Run MLA with requests of zero to five steps on two pairs of CTAs, which share the first request.
 
     Logits are so large that references move between steps.
     """
-    data = kind([1] * 4, [330, 0, 90, 260], heads=70, head_dim=320, v_head_dim=256, magnitude=3.0, device="cpu")
+    data = kind([1] * 4, [520, 0, 90, 200], heads=70, head_dim=320, v_head_dim=256, magnitude=3.0, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 4):
         execute(data.decode(16, sinks=torch.linspace(-1, 1, 70)))
 
@@ -61,12 +61,22 @@ def mla_e4m3() -> None:
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Return why an undetected fault changes nothing, or ""."""
-    reason = _reason_of_mla if "MlaSm100" in kernel.name else _reason_of_prefill
-    return equivalent_faults.equivalent(fault, kernel) or reason(fault, kernel)
+    of_kernel = _reason_of_mla if "MlaSm100" in kernel.name else _reason_of_prefill
+    return equivalent_faults.equivalent(fault, kernel) or _reason_of_fence(fault, kernel) or of_kernel(fault, kernel)
 
 
 def places(kernel: Kernel, start: str, part: str = "") -> list[int]:
     return [i.pc for i in kernel.instrs if i.op.startswith(start) and part in i.op]
+
+
+def _reason_of_fence(fault: Fault, kernel: Kernel) -> str:
+    if fault.kind == "drop tcgen05.fence":
+        accesses = [at for op in ("tcgen05.ld", "tcgen05.st", "tcgen05.mma") for at in places(kernel, op)]
+        if fault.sites[0] < min(accesses):
+            return "nobody has accessed tensor memory yet"
+        if fault.sites[0] > max(accesses):
+            return "only tcgen05.dealloc follows, which needs the order and no fence"
+    return ""
 
 
 def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
@@ -83,14 +93,9 @@ def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
                 "lanes that have stored a part of their rows meet again before the next part, or before O is given back"
             )
     if fault.kind == "drop tcgen05.fence":
-        accesses = [at for op in ("tcgen05.ld", "tcgen05.st", "tcgen05.mma") for at in places(kernel, op)]
-        if pc < min(accesses):
-            return "nobody has accessed tensor memory yet"
         first = min(places(kernel, "tcgen05.mma"))
         if pc == max(at for at in places(kernel, "tcgen05.fence::after") if at < first):
             return "the fences before O have ordered the first S of a tile behind the reads of the tile before"
-        if pc > max(accesses):
-            return "only tcgen05.dealloc follows, which needs the order and no fence"
     if fault.kind == "drop tcgen05.wait" and "wait::ld" in fault.text:
         return "ptxas itself waits for registers of a load; that they are only moved is no fault in strict mode"
     if fault.kind == "drop mbarrier wait":
@@ -109,6 +114,13 @@ def _reason_of_mla(fault: Fault, kernel: Kernel) -> str:
     follows = next((i.op for i in kernel.instrs[fault.sites[-1] + 1 :] if i.op.startswith(synchronises)), "")
     if fault.kind == "drop bar.sync" and follows.startswith("barrier.cluster"):
         return "both CTAs meet at once"
+    if fault.kind == "drop bar.warp.sync":
+        before = (i.op for i in reversed(kernel.instrs[:pc]))
+        last = next(op for op in before if op.startswith(("tcgen05", "mbarrier", "fence", "st.shared")))
+        if last.startswith("tcgen05.fence::before"):
+            return "the warp has met in its last access to tensor memory"
+        if last.startswith("mbarrier.try_wait"):
+            return "every lane of the relay has waited itself"
     if fault.kind == "drop tcgen05.fence" and max(places(kernel, "tcgen05.ld")) < pc < products[-1]:
         return "the mma warp has one fence behind the waits of a step and another before each of its products"
     if fault.kind == "drop mbarrier wait" and follows.startswith("mbarrier.try_wait"):
