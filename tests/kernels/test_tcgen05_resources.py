@@ -46,7 +46,7 @@ def cases() -> Iterator[ParameterSet]:
 
 
 def most_step_spills(config: KernelConfig) -> int:
-    """Return the instructions of a step that may load or store a spilled register: 13 to 28 with plain scores, 46 with
+    """Return the instructions of a step that may load or store a spilled register: 9 to 30 with plain scores, 46 with
     large caps (2026-11-26). Softmax threads of prefill have 96 registers, see ``ROLES`` in the config."""
     if not isinstance(config, Sm100PrefillConfig):
         return 0
