@@ -215,7 +215,7 @@ SPILL = (
 # instead of three registers in a leaf, eight new tokens took 404 instead of 388 us (H100, 2026-11-26).
 SHARED_ROWS_STACK = {1: 16, 2: 40}
 # Softmax threads of tcgen05 prefill have 96 registers, see ``test_tcgen05_resources.py``.
-TCGEN05_STACK = 168
+TCGEN05_STACK = 192
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 
@@ -366,19 +366,19 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
         assert re.findall(rf"\btcgen05\.{instruction}\b.*, (\d+);", ptx) == [str(TENSOR_MEMORY_COLUMNS)], instruction
         assert len(re.findall(rf"\btcgen05\.{instruction}\b", ptx)) == 1
 
-    # One instruction takes 32 bytes. Q K^T occurs in the first step and in the later steps, P V in the later steps
-    # and in the last.
+    # One instruction takes 32 bytes. Both products occur in the steps between and in the last step, which has S of the
+    # next work tile. Q K^T also occurs in the first step, and P V in a last step that nothing follows.
     kind = "f8f6f4" if config.uses_fp8_mma else "f16"
     kinds = re.findall(
         rf"\btcgen05\.mma\.cta_group::1\.kind::{kind} \[%r\d+\], (\w+|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx
     )
     assert len(kinds) == ptx.count("tcgen05.mma")
     for a_in_tensor_memory, depth, columns in (
-        (False, config.head_dim_qk, tile.n),
-        (True, tile.n, config.head_dim_v),
+        (False, config.layout.depth[0], tile.n),
+        (True, tile.n, config.output_columns),
     ):
         found = [int(kind) for a, kind in kinds if a.startswith("[") == a_in_tensor_memory]
-        assert len(found) == 2 * depth // config.mma_depth
+        assert len(found) == 3 * depth // config.mma_depth
         # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
         assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
 

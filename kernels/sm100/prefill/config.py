@@ -20,9 +20,9 @@ HALVES = 2  # of a step's keys: two softmax threads share a row
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 96, 56, 40
 # Four warpgroups compute softmax: each thread has half of a row of scores. One warpgroup corrects and stores O, 16
 # columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of 768
-# threads at launch. A step has 9 to 30 instructions for spills, 46 with large caps. It pays: with one thread for each
-# row, which has 200 registers, a step's softmax takes 1900 instead of 1070 cycles (``python -m hopwell.perf model``,
-# 2026-11-26).
+# threads at launch. A step has 9 to 30 instructions for spills, up to 51 with slopes or caps. It pays: with one thread
+# for each row, which has 200 registers, a step's softmax takes 1900 instead of 1070 cycles (``python -m hopwell.perf
+# model``, 2026-11-26).
 ROLES = RoleTable(
     dict(
         softmax=Role(4 * Q_TILES * HALVES, SOFTMAX_REGISTERS),
