@@ -68,6 +68,12 @@ class LatentRowFormat:
             first_scale=first // SCALE_COLUMNS,
         )
 
+    def store(self, place, words: list, scale) -> None:
+        """Dequantize 16 bytes and store their two result vectors, which differ in the lowest bit of a vector index."""
+        wide = [w for word in words for w in dequantized_words(self.kind, self.dtype, word, scale)]
+        copy.store_shared(place, wide[:4])
+        copy.store_shared(place ^ copy.VECTOR_BYTES, wide[4:])
+
 
 @dataclass
 class DequantizedOperand(KvOperand):
@@ -131,7 +137,4 @@ class DequantizedPageRows(PageRows):
                 scale = None
                 if const_expr(form.to_scales is not None):
                     scale = scales[form.first_scale + block * BLOCK_COLUMNS // SCALE_COLUMNS]
-                wide = [w for word in loaded[block] for w in dequantized_words(form.kind, form.dtype, word, scale)]
-                at = place + self._block(block)
-                copy.store_shared(at, wide[:4])
-                copy.store_shared(at ^ copy.VECTOR_BYTES, wide[4:])
+                form.store(place + self._block(block), loaded[block], scale)

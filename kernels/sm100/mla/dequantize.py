@@ -11,7 +11,6 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.core.pipeline import Ring
-from hopwell.kernels.parts.dequant.eight_bit import dequantized_words
 from hopwell.kernels.parts.dequant.latent_rows import LANES_PER_ROW, LatentRowFormat
 from hopwell.kernels.sm100.mla.loads import BOX_BYTES, VALUE_BOXES, value_block
 from hopwell.kernels.sm100.mla.products import StepOrder
@@ -75,9 +74,7 @@ class Dequantize(StepOrder):
             loaded, scale = copy.load_shared(place, 4), None
             if const_expr(form.to_scales is not None):
                 (scale,) = copy.load_shared((place ^ copy.VECTOR_BYTES) + word, 1, Float32)
-            wide = [w for each in loaded for w in dequantized_words(form.kind, form.dtype, each, scale)]
-            copy.store_shared(place, wide[:4])
-            copy.store_shared(place ^ copy.VECTOR_BYTES, wide[4:])
+            form.store(place, loaded, scale)
 
 
 assert LANES // LANES_PER_ROW == ATOM_ROWS
