@@ -383,7 +383,7 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
         assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
 
     # TMA takes a box for each column block of 64. For pages it takes one box with all column blocks for each box of
-    # rows, and whole tiles of V and other tiles have separate loops. For pages whose rows fill no whole block, it takes
+    # rows. Whole tiles of V and other tiles have separate loops. For pages whose rows fill no whole block, it takes
     # a box for each column block again, and all tiles have one loop.
     loops = 3 if config.layout.columns == config.layout.kv_dims else sum(config.layout.columns) // 64
     copies = (
