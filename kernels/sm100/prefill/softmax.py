@@ -31,7 +31,6 @@ _ROUNDING = float(3 << 22)
 _LEAST_EXPONENT = -127.0  # of a nonzero result; the polynomial is 0 at exactly this exponent
 SLACK_BELOW = 2.0  # powers of two by which all e4m3 weights of a tile may lie below their largest value
 EXCHANGED_BYTES = 2 * 4 * LANES * ROLES.roles["softmax"].warps  # two float32 of each softmax thread
-ENDING_TURNS = 2  # exchanges at the end of a work tile
 LARGEST_SUM = 2.0**64  # of the exponentials of a step, at most 2^SLACK, or 2^headroom in e4m3, each
 
 
@@ -173,10 +172,11 @@ class Softmax:
                         step(n, True)
                 kv_step += span.end - span.begin
                 posted += span.end - span.begin - 1
-            turn = kv_step + ENDING_TURNS * work
+            turn = kv_step + self.ending_turns * work
             other_sum = self.exchange(turn, half, self.state.row_sum[0])
             self.state.row_sum[0] = self.state.row_sum[0] + other_sum
-            self.state.largest[0] = self.larger_of_both(turn + 1, half, self.state.largest[0])
+            if const_expr(not self.exchanges_always):
+                self.state.largest[0] = self.larger_of_both(turn + 1, half, self.state.largest[0])
             # The tile is read again here, so that the steps need no registers for the values of the row results.
             tile = self.work_queue.look(work)
             self.work_queue.release(work)
@@ -211,7 +211,7 @@ class Softmax:
         self.score.apply(scores, row.slope, first_key, row.positions)
         if const_expr(masked):
             self.mask.apply(scores, first_key, row)
-        turn, maximum = steps.kv_step + ENDING_TURNS * steps.work + done, self.state.maximum(scores, 0)
+        turn, maximum = steps.kv_step + self.ending_turns * steps.work + done, self.state.maximum(scores, 0)
         self.weigh(steps, scores, row, self.row_maximum(turn, steps.half, maximum), done)
 
     @cute.jit
@@ -229,7 +229,13 @@ class Softmax:
 
     @property
     def exchanges_always(self) -> bool:
+        """Whether threads exchange the maxima of all steps. Both then know the largest score of a row."""
         return not self.state.only_rises
+
+    @property
+    def ending_turns(self) -> int:
+        """Exchanges at the end of a work tile: sums, and the largest scores if not all maxima have been exchanged."""
+        return 1 if self.exchanges_always else 2
 
     def larger_of_both(self, turn, half, value):
         """Return the larger of the values of the two threads of this row."""
