@@ -248,23 +248,38 @@ def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
 
 
 def slot_count(
-    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False, by_cta_parts: bool = False
+    rows: int,
+    kv_heads: int,
+    columns: int,
+    capacity: int,
+    sms: int,
+    latent: bool = False,
+    by_cta_parts: bool = False,
+    tile_rows: int = ROWS,
 ) -> int:
     """Count the slots for partials on ``sms`` multiprocessors. A request has ``rows`` packed rows of each of
     ``kv_heads``, ``columns`` of output and at most ``capacity`` keys. With ``by_cta_parts`` keys are cut into CTA
-    parts, not into chunks by each request's own length.
+    parts, not into chunks by each request's own length. A work tile has ``tile_rows``.
 
     Slots for one request, and some for what is under way besides, are a must. More of them save looking whether they
     are free.
     """
-    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_cta_parts)
-    return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns, latent))
+    needed = needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_cta_parts, tile_rows)
+    return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent, tile_rows), columns, latent))
 
 
-def _needed_slots(
-    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool, by_cta_parts: bool
+def needed_slots(
+    rows: int,
+    kv_heads: int,
+    columns: int,
+    capacity: int,
+    sms: int,
+    latent: bool,
+    by_cta_parts: bool,
+    tile_rows: int = ROWS,
 ) -> int:
-    row_tiles = kv_heads * -(-rows // ROWS)
+    """Return the slots that a launch cannot do without, see :func:`slot_count`."""
+    row_tiles = kv_heads * -(-rows // tile_rows)
     if by_cta_parts:
         return cta_part_slots(row_tiles, sms)
     # Chunks of 16-bit keys are the shortest.
@@ -306,7 +321,7 @@ def scratch_bytes(
         tree = tree_bytes(rows, kv_heads, *sizes, tiled)
     if tiled:
         return tree + ALIGNMENT
-    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_cta_parts)
+    needed = needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_cta_parts)
     partials = max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES)
     return max(partials, tree) + ALIGNMENT
 

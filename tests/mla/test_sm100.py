@@ -21,6 +21,7 @@ from helpers.device.schedules import Setting, schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import execute, registry
+from hopwell.kernels.jit import settings
 from hopwell.kernels.launch import geometry
 from hopwell.kernels.problem import LogSumExp, LseLayout
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
@@ -49,14 +50,15 @@ def check(case: Case, page_size: int = 64, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("config", COVERING_PAIR_MLA, ids=lambda config: config.name)
-def test_fetches(config: Sm100MlaConfig) -> None:
+def test_fetches(config: Sm100MlaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests have no keys, fewer keys than new tokens, and keys at the edges of steps and of partials."""
+    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", config.batch_invariant)
     dims = (config.head_dim_qk, config.head_dim_v)
     heads, top_k = (65, 196) if config.sparse else (64, 0)
     kinds = dict(dims=dims, dtype=config.dtype, kv_type=config.kv_type)
     case = Case([2] * 4, [0, 1, 129, 320], heads, **kinds, top_k=top_k)
-    settings = all_schedules(COVERING_PAIR_MLA.index(config), config.arch)
-    check_case(case, config.box_rows or 4, "cpu", settings, config)
+    ways = all_schedules(COVERING_PAIR_MLA.index(config), config.arch)
+    check_case(case, config.box_rows or 4, "cpu", ways, config)
     assert not emulator.report().warnings
 
 

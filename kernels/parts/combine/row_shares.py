@@ -222,18 +222,19 @@ class RowShares(Partials):
         cute.arch.sync_warp()
 
     @cute.jit
-    def announce(self, tile, group) -> None:
+    def announce(self, tile, group, ctas: cutlass.Constexpr[int]) -> None:
         """Announce the work tile's partial, if it has one, after its stores are visible to this warp.
 
-        The last partial of its rows makes all of their shares ready.
+        The last partial of its rows makes all of their shares ready. A partial is complete when all ``ctas`` of a
+        cluster, which store rows of it, have announced it.
         """
         if tile.chunks > 1:
             slots, first, of_chunk = self.slots, tile.first_partial, tile.tiles_of_chunk
-            if cute.arch.lane_idx() == 0:
+            if cute.arch.lane_idx() == 0 and (ctas == 1 or cute.arch.block_in_cluster_idx()[0] == 0):
                 share = (tile.request.o_start, tile.first_row, tile.rows(group), tile.chunk, tile.chunks, of_chunk)
                 for kind, value in zip(SHARE[1:], share, strict=True):
                     global_array(Int32, slots.counter(kind, tile.partial_id))[0] = value
-            if self._is_last(PARTIALS_DONE, first, tile.chunks):
+            if self._is_last(PARTIALS_DONE, first, tile.chunks * ctas):
                 for i in cutlass.range(cute.arch.lane_idx(), tile.chunks, LANES, unroll=1):
                     each = first + i * of_chunk
                     store_release(slots.counter(READY, each), slots.epoch(each) + 1)

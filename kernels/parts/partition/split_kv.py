@@ -3,7 +3,8 @@
 A request's keys are cut into chunks. A chunk of one KV head and row tile is a work tile. The chunk length depends only
 on the request's own keys and, for MLA, on its new tokens. A result therefore never depends on the rest of the batch.
 Work tiles form one list, request by request and chunk by chunk. The heads of a chunk are neighbours in the list,
-because their keys are neighbours in memory. A CTA that needs work takes a ticket for the next place in the list.
+because their keys are neighbours in memory. A CTA that needs work takes a ticket for the next place in the list. The
+CTAs of a cluster share each work tile. Clusters take places in turn instead, so that both CTAs know them.
 
 The host does not know the lengths of requests. A warp of each CTA finds the places of its tickets by walking over the
 lengths, one request per lane. Tickets only grow, so the warp walks once.
@@ -120,6 +121,11 @@ class ScheduleHooks:
         """Return the place of this CTA's first CTA part and row tile. The next ones follow at a distance of the grid's
         size."""
         return Int32(cute.arch.block_idx()[0])
+
+    def draw(self, addresses: Addresses, step):
+        """Return the place of the CTA's work tile number ``step`` in the list of work tiles, in lane 0. By default it
+        is a ticket."""
+        return draw_ticket(addresses)
 
     def posted(self, step, work_tile: SplitTile, before: SplitTile) -> None:
         """Handle a posted work tile; ``before`` is the work tile before it, at first :meth:`SplitTile.nothing`."""
@@ -296,7 +302,7 @@ class SplitSchedule(KeySchedule):
     def publish(self, work_queue) -> None:
         """Post every work tile that this CTA gets, then the end. Called by one warp."""
         step, first, work_tiles, partials = Int32(0), Int32(0), Int32(0), Int32(0)
-        ticket = draw_ticket(self.addresses)
+        ticket = self.hooks.draw(self.addresses, step)
         span, last_work_tile, last_partial = self._requests(first)
         place, latest = cute.arch.shuffle_sync(ticket, 0), SplitTile.nothing()
         while first < self._sequence_count:
@@ -319,7 +325,7 @@ class SplitSchedule(KeySchedule):
                 # A ticket is drawn only when the queue has room: another CTA could start on a work tile that would wait
                 # here.
                 work_queue.ring.wait_empty(step)
-                place = cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
+                place = cute.arch.shuffle_sync(self.hooks.draw(self.addresses, step), 0)
         self.hooks.ended(step, latest)
         work_queue.post_end(step, partials)
 

@@ -8,8 +8,16 @@ from typing import ClassVar
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile
 from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
-from hopwell.kernels.config.splitting import ALIGNMENT, cta_part_slots, slot_bytes
+from hopwell.kernels.config.splitting import (
+    ALIGNMENT,
+    COMFORTABLE_BYTES,
+    cta_part_slots,
+    needed_slots,
+    slot_bytes,
+    slot_count,
+)
 from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.jit import settings
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.sm100.common.resources import CTAS, Columns, Role, RoleTable
 
@@ -32,18 +40,24 @@ ROLES = RoleTable(
         schedule=Role(1, PRODUCER_REGISTERS),
     )
 )
-# With 8-bit keys, four more warps dequantize them. The sum equals the registers of 512 threads at launch.
-DEQUANT_ROLES = RoleTable(
-    dict(
-        softmax=Role(4, 120),
-        correction=Role(4, 200),
-        mma=Role(1, 96),
-        load_k=Role(1, 96),
-        load_v=Role(1, 96),
-        schedule=Role(1, 96),
-        dequantize=Role(4, 96),
-    )
-)
+
+
+def _larger_table(**last: int) -> RoleTable:
+    """Return the roles of kernels with four more warps, of the roles ``last``. The sum equals the registers of 512
+    threads at launch."""
+    registers = dict.fromkeys(ROLES.roles, 96) | dict(softmax=120, correction=200)
+    roles = {name: Role(role.warps, registers[name]) for name, role in ROLES.roles.items()}
+    return RoleTable(roles | {name: Role(warps, 96) for name, warps in last.items()})
+
+
+# With 8-bit keys, more warps dequantize them. Batch-invariant kernels have warps that combine beside the work tiles.
+# Roles by (whether keys have 8 bits, whether the kernel is batch-invariant).
+ALL_ROLES = {
+    (False, False): ROLES,
+    (True, False): _larger_table(dequantize=4),
+    (False, True): _larger_table(combine=4),
+    (True, True): _larger_table(dequantize=3, combine=1),
+}
 _TILE = Tile(
     CTAS * CTA_ROWS,
     KEYS // CTAS,
@@ -69,7 +83,20 @@ class Sm100MlaConfig(MlaConfig):
 
     @property
     def roles(self) -> RoleTable:
-        return ROLES if self.kv_type is KvType.WIDE else DEQUANT_ROLES
+        return ALL_ROLES[self.kv_type is not KvType.WIDE, self.batch_invariant]
+
+    def warps_of(self, role: str) -> int:
+        """Return the warps of a role, 0 if the kernel does not have it."""
+        return self.roles.roles[role].warps if role in self.roles.roles else 0
+
+    @property
+    def is_cooperative(self) -> bool:
+        """All kernels of pairs are: pairs wait for partials of others, and do not take their work tiles by tickets."""
+        return True
+
+    @property
+    def combine_loads(self) -> tuple[tuple[int, int], ...]:
+        return ((4, 2), (8, 1))
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -116,12 +143,17 @@ class Sm100MlaConfig(MlaConfig):
         yield self.columns.constraint
 
     def slots(self, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
-        return cta_part_slots(kv_heads * row_tiles, sms // CTAS)
+        if self.has_cta_parts:
+            return cta_part_slots(kv_heads * row_tiles, sms // CTAS)
+        sizes = (max(rows, 1), kv_heads, self.head_dim_v, capacity, sms // CTAS)
+        return slot_count(*sizes, latent=True, tile_rows=self.most_rows)
 
     @classmethod
     def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
-        slots = cta_part_slots(kv_heads * -(-rows // cls.most_rows), sms // CTAS)
-        return slots * slot_bytes(cls.most_rows, columns, latent=True) + ALIGNMENT
+        sizes = (rows, kv_heads, columns, capacity, sms // CTAS, True)
+        ways = (False,) if settings.BATCH_INVARIANT.is_on else (False, True)
+        slots = max(needed_slots(*sizes, by_cta_parts, cls.most_rows) for by_cta_parts in ways)
+        return max(slots * slot_bytes(cls.most_rows, columns, latent=True), COMFORTABLE_BYTES) + ALIGNMENT
 
 
 def resolve_sm100_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
@@ -133,18 +165,14 @@ def resolve_sm100_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     config = resolve_mla(problem, arch, Sm100MlaConfig)
     # Tokens with top-k indices have keys of their own, so a tile has rows of one token.
     rows = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
-    refused = {
-        f"{rows} packed rows, fewer than {LEAST_ROWS}": rows < LEAST_ROWS,
-        "batch-invariant splits": config.batch_invariant,
-    }
-    for what, is_given in refused.items():
-        if is_given:
-            raise NotImplementedError(f"there is no MLA decode kernel of CTA pairs for {arch} with {what}")
+    if rows < LEAST_ROWS:
+        what = f"{rows} packed rows, fewer than {LEAST_ROWS}"
+        raise NotImplementedError(f"there is no MLA decode kernel of CTA pairs for {arch} with {what}")
     return config
 
 
 def shipped_sm100_mla_configs(arch: str) -> Iterator[MlaConfig]:
     """Yield the kernels of pairs of CTAs that are compiled ahead."""
     for config in shipped_mla_configs(arch, Sm100MlaConfig):
-        if config.rows == Sm100MlaConfig.most_rows and not config.batch_invariant:
+        if config.rows == Sm100MlaConfig.most_rows:
             yield config

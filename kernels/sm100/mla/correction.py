@@ -48,6 +48,7 @@ class Correction:
     factor_ring: Ring
     factors: Int32  # shared memory, as in Softmax
     work_queue: WorkQueue
+    rings: Any
     combine: Partials
     output_scale: Float32
     tensor_memory: Int32
@@ -71,8 +72,9 @@ class Correction:
             if steps > 0:
                 self.o_ring.wait_full(step)
                 tmem.after_signal()
+            self.kernel.partition.wait_slot(self.rings, work)
             self.store(tile, reference, total, steps > 0, addresses, geometry)
-            self.kernel.partition.stored(self.combine, None, tile, work)
+            self.kernel.partition.stored(self.combine, self.rings, tile, work)
             if steps > 0:
                 self.o_ring.release(step)
                 step += 1

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.elements import SCALE_COLUMNS
-from hopwell.kernels.hardware import LANES, WARPS
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct
@@ -18,7 +18,7 @@ from hopwell.kernels.sm100.mla.products import StepOrder
 
 @device_struct(frozen=True)
 class Dequantize(StepOrder):
-    """One of four warps that dequantize stages in turn, in the order of the products. A box has 64 keys and 64 columns.
+    """One of the warps that dequantize stages in turn, in the order of the products. A box has 64 keys and 64 columns.
 
     ``EightBitRows`` puts 16 bytes of a row where the first of their two result vectors belongs, and the row's scales
     where the second belongs. A lane reads both before it writes both result vectors, so no other lane interferes.
@@ -30,8 +30,12 @@ class Dequantize(StepOrder):
     loaded_v: Ring
     k_shared: Int32  # addresses of the first stages
     v_shared: Int32
-    warp: Int32  # among the four
+    warp: Int32  # among the warps of this role
     rank: Int32
+
+    @property
+    def warps(self) -> int:
+        return self.kernel.config.warps_of("dequantize")
 
     @property
     def form(self) -> LatentRowFormat:
@@ -40,7 +44,7 @@ class Dequantize(StepOrder):
 
     @cute.jit
     def scores(self, work, step):
-        for block in cutlass.range(self.warp, self.kernel.config.dequantized_boxes, WARPS, unroll=1):
+        for block in cutlass.range(self.warp, self.kernel.config.dequantized_boxes, self.warps, unroll=1):
             stage = step * self.k_stages + block
             self.loaded_k.wait_full(stage)
             self.dequantize(self.k_shared + self.k_ring.stage(stage) * BOX_BYTES, block)
@@ -48,7 +52,7 @@ class Dequantize(StepOrder):
 
     @cute.jit
     def output(self, step, accumulate):
-        for i in cutlass.range(self.warp, self.v_stages, WARPS, unroll=1):
+        for i in cutlass.range(self.warp, self.v_stages, self.warps, unroll=1):
             stage = step * self.v_stages + i
             self.loaded_v.wait_full(stage)
             place = self.v_shared + self.v_ring.stage(stage) * (VALUE_BOXES * BOX_BYTES)

@@ -34,7 +34,7 @@ from hopwell.kernels.sm100.mla.loads import (
     LoadK,
     LoadV,
 )
-from hopwell.kernels.sm100.mla.partition import PairParts
+from hopwell.kernels.sm100.mla.partition import partition_of
 from hopwell.kernels.sm100.mla.products import Products, Relay
 from hopwell.kernels.sm100.mla.softmax import FACTORS, Softmax
 
@@ -62,6 +62,8 @@ class MlaSm100(LatentKernel, DecodeKernel):
         warp 10       load_v      all keys of a step, this CTA's half of the value's columns
         warp 11       schedule    work tiles, the same in both CTAs, and this CTA's rows of Q
         warps 12..15  dequantize  only over 8-bit keys: boxes of K and V in turn, in place
+        warps 12..15  combine     only in batch-invariant kernels: row shares whose partials are complete; over 8-bit
+                                  keys it is warp 15 alone
 
     Edges (``MlaSm100(config).edges``). Products arrive at barriers of both CTAs; all warps that the leader waits for
     arrive at its barriers.
@@ -75,6 +77,8 @@ class MlaSm100(LatentKernel, DecodeKernel):
         p       softmax -> mma        full when both CTAs have written P; released when O has been computed
         factor  softmax -> correction a value per thread: the factor of a row of O for each step but the first, and at
                                       the end of a work tile the row's reference, then its sum over 64 of the keys
+        partial correction -> schedule  only in batch-invariant kernels: released for each work tile when its slot may
+                                      be written; full when this CTA's rows of the slot have been written
         o       mma -> correction     full after each step; released when O has been corrected or stored and may be
                                       added to
 
@@ -100,7 +104,7 @@ class MlaSm100(LatentKernel, DecodeKernel):
     lanes_read_q = False
 
     def __init__(self, config: Sm100MlaConfig):
-        self.partition = PairParts(self)
+        self.partition = partition_of(self, config.batch_invariant)
         super().__init__(config)
 
     def kv_source(self) -> type[KvSource]:
@@ -121,7 +125,8 @@ class MlaSm100(LatentKernel, DecodeKernel):
         warps = {name: role.warps for name, role in self.config.roles.roles.items()}
         both = {f"{name} of both": CTAS * warps[name] for name in ("softmax", "correction")}
         one = {"one of dequantize": 1} if "dequantize" in warps else {}
-        return {**warps, **both, **one, "relay": 1, "all others": sum(warps.values()) - 1}
+        others = sum(warps.values()) - warps.get("combine", 0) - 1
+        return {**warps, **both, **one, "relay": 1, "all others": others}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         c, lanes = self.config, dict(producer_lanes=LANES, consumer_lanes=LANES)
@@ -142,6 +147,7 @@ class MlaSm100(LatentKernel, DecodeKernel):
             roles.edge("s", "mma", "softmax of both", 1),
             roles.edge("p", "softmax of both", "mma", 1, CTA_ROWS * KEYS * c.q_bytes),
             roles.edge("factor", "softmax", "correction", FACTOR_STAGES, FACTOR_BYTES, **lanes),
+            *self.partition.edges(roles),
             roles.edge("o", "mma", "correction of both", 1),
         )
 
@@ -237,7 +243,7 @@ class MlaSm100(LatentKernel, DecodeKernel):
             self.set_registers(registers[1])
             combine = self.partition.combine(addresses, geometry)
             scale = self.output_scale(addresses, output_scale, output_factor)
-            parts = (work_queue, combine, scale, tensor_memory, rank)
+            parts = (work_queue, rings, combine, scale, tensor_memory, rank)
             Correction(self, o_ring, rings.factor, factors, *parts).run(addresses, geometry)
         elif warp <= SCHEDULE_WARP:
             self.set_registers(registers[2])
@@ -260,7 +266,14 @@ class MlaSm100(LatentKernel, DecodeKernel):
                 self.schedule(addresses, geometry, mask, q_atom, tiles, rings).publish(work_queue)
             cute.arch.griddepcontrol_launch_dependents()
         else:
+            if const_expr(len(registers) > 3):
+                self.set_registers(registers[-1])
             self.run_dequantize(warp, rank, tiles, rings, work_queue)
+            if const_expr(self.config.batch_invariant):
+                if warp >= self.config.roles.first("combine"):
+                    schedule = self.schedule(addresses, geometry, mask, q_atom, tiles, rings)
+                    scale = self.output_scale(addresses, output_scale, output_factor)
+                    self.partition.run_idle_warp(addresses, geometry, schedule, scale)
         tmem.before_signal()
         pair.meet()  # nothing arrives at the barriers of either CTA any more
         if warp == MMA_WARP:
@@ -269,12 +282,13 @@ class MlaSm100(LatentKernel, DecodeKernel):
 
     @cute.jit
     def run_dequantize(self, warp, rank, tiles, rings, work_queue):
-        """Run the warps after the schedule warp, which only kernels over 8-bit keys have."""
-        if const_expr(self.config.dequantized_boxes > 0):
-            self.set_registers(self.config.registers[-1])
-            shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
-            rings = (rings.k, rings.v, rings.loaded_k, rings.loaded_v)
-            Dequantize(self, work_queue, *rings, *shared, warp - (SCHEDULE_WARP + 1), rank).run()
+        """Run the warps that only kernels over 8-bit keys have."""
+        warps = self.config.warps_of("dequantize")
+        if const_expr(warps > 0):
+            if warp < SCHEDULE_WARP + 1 + warps:
+                shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
+                stages = (rings.k, rings.v, rings.loaded_k, rings.loaded_v)
+                Dequantize(self, work_queue, *stages, *shared, warp - (SCHEDULE_WARP + 1), rank).run()
 
 
 def build(config: Sm100MlaConfig) -> Any:

@@ -1,31 +1,21 @@
-"""CTA parts for pairs of CTAs: a pair takes a CTA part, and both CTAs find it by themselves."""
+"""How pairs of CTAs split keys. Both CTAs of a pair find its work tiles, and store and combine its partials."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Int32
 
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.sm90.mla.partition import LIST_ATTEND_LOADS, CtaParts, QueryHooks
+from hopwell.kernels.sm90.mla.partition import LIST_ATTEND_LOADS, CtaParts, RequestSplits
 from hopwell.kernels.sm100.common import pair
-
-
-@dataclass
-class PairHooks(QueryHooks):
-    """Hooks of the schedule warps of a pair, which take the same places."""
-
-    def first_place(self):
-        return pair.index()
+from hopwell.kernels.sm100.common.resources import CTAS
 
 
 class PairParts(CtaParts):
     """Equal parts of all keys for the pairs. The warps of correction of both CTAs store and combine a partial."""
 
     attend_loads = LIST_ATTEND_LOADS
-
-    def hooks(self, *parts: Any) -> QueryHooks:
-        return PairHooks(*parts)
 
     @cute.jit
     def finish(self, combine, work_queue, tile, work, addresses: Addresses, geometry: DecodeGeometry, output_scale):
@@ -35,3 +25,19 @@ class PairParts(CtaParts):
             combine.combine(tile, warp, *outputs)
             work += 1
             tile = work_queue.read(work)
+
+
+class PairSplits(RequestSplits):
+    """Splits of each request by its own length. Pairs take work tiles in turn. The warps of correction store partials;
+    they and the warps of the role ``combine`` take row shares by tickets."""
+
+    attend_loads = LIST_ATTEND_LOADS
+    storing_role = "correction"
+
+    def _combining_warps(self, geometry: DecodeGeometry) -> Any:
+        return Int32(geometry.grid) * (CTAS * (WARPS + self.kernel.config.warps_of("combine")))
+
+
+def partition_of(kernel: Any, batch_invariant: bool) -> PairParts | PairSplits:
+    """Return the partition of a kernel."""
+    return PairSplits(kernel) if batch_invariant else PairParts(kernel)

@@ -19,6 +19,7 @@ from hopwell.kernels.parts.combine.row_shares import Partials, RowShares
 from hopwell.kernels.parts.core.pipeline import Edge, Roles
 from hopwell.kernels.parts.partition.cta_parts import CtaPartSchedule, TopkCtaPartSchedule
 from hopwell.kernels.parts.partition.split_kv import KeySchedule, ScheduleHooks, SplitSchedule, TopkSchedule
+from hopwell.kernels.parts.partition.tiles import draw_ticket
 
 # Pairs (partials, subtiles of each) that an attend warp keeps in flight when it combines. With many partials a row
 # share is one subtile: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
@@ -36,6 +37,19 @@ class QueryHooks(ScheduleHooks):
     rings: Any
     addresses: Addresses
     geometry: DecodeGeometry
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that share a work tile."""
+        return self.kernel.config.cluster_ctas
+
+    def first_place(self):
+        return ScheduleHooks.first_place(self) // self.ctas
+
+    def draw(self, addresses: Addresses, step):
+        if self.ctas == 1:
+            return draw_ticket(addresses)
+        return self.first_place() + step * Int32(self.geometry.grid)
 
     @cute.jit
     def posted(self, step, work_tile, before) -> None:
@@ -65,7 +79,7 @@ class LatentWorkTiles(QueryHooks):
 
     def _announce(self, step, work_tile) -> None:
         self.rings.partial.wait_full(step)
-        self.combine.announce(work_tile, self.geometry.group)
+        self.combine.announce(work_tile, self.geometry.group, self.ctas)
 
 
 class KeyPartition:
@@ -126,13 +140,14 @@ class RequestSplits(KeyPartition):
 
     # One warp stays free to combine beside work tiles, because work tiles wait for the slots that it frees.
     dequant_warps = 1
+    storing_role = "attend"
 
     def schedule(self, *parts: Any, hooks: QueryHooks) -> KeySchedule:
         config = self.kernel.config
         return (TopkSchedule if config.sparse else SplitSchedule)(*parts, config.chunk_tokens, False, True, hooks)
 
     def edges(self, roles: Roles) -> list[Edge]:
-        return [roles.edge("partial", "attend", "schedule", 1)]
+        return [roles.edge("partial", self.storing_role, "schedule", 1)]
 
     def hooks(self, *parts: Any) -> QueryHooks:
         addresses, geometry = parts[-2:]

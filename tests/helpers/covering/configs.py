@@ -371,7 +371,17 @@ def covering_pair_mla_configs() -> list[Sm100MlaConfig]:
     wide, narrow = support.MLA_HEAD_DIMS
     *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
     rows = Sm100MlaConfig.most_rows
+    # Requests are split by their own lengths: with four warps that combine, and with one beside dequantization.
+    by_length = [
+        ("sm_100a", "bf16", wide, PAGES64, KvType.WIDE),
+        ("sm_100a", "e4m3", wide, PAGES16, KvType.WIDE),
+        ("sm_103a", "bf16", narrow, TOPK, KvType.WIDE),
+        ("sm_100a", "bf16", wide, ROWS, KvType.E4M3),
+    ]
     return [
+        Sm100MlaConfig(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows, batch_invariant=True)
+        for arch, dtype, dims, fetch, kv_type in by_length
+    ] + [
         Sm100MlaConfig(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows, kv_type=kv_type)
         for arch, dtype, dims, fetch, kv_type in (
             ("sm_100a", "bf16", wide, PAGES64, KvType.WIDE),
