@@ -46,6 +46,7 @@ KERNELS = {
     "mla_sm_103a_tcgen05_bf16_d320_256_causal_kv_e4m3_rows128_topk": "the same for sm_103a; compiled only",
     "mla_sm_100a_tcgen05_bf16_d576_512_causal_kv_fp8_ds_mla_rows128_topk": "rows of 656 bytes; compiled only",
     "mla_sm_103a_tcgen05_bf16_d576_512_causal_kv_fp8_ds_mla_rows128_rows": "the same for sm_103a; compiled only",
+    "mla_sm_100a_tcgen05_bf16_d576_512_causal_rows128_invariant_pages64": "batch-invariant MLA by pairs",
     "mla_sm_103a_tcgen05_bf16_d576_512_causal_rows128_topk": "MLA by pairs of CTAs with top-k indices; compiled only",
     "mla_sm_103a_tcgen05_e4m3_to_bf16_d576_512_causal_rows128_pages64": "e4m3 MLA by pairs for sm_103a; compiled only",
     # sm_120a

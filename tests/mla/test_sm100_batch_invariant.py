@@ -44,7 +44,8 @@ def test_a_request_alone_has_the_bits_that_it_has_in_a_batch(
     monkeypatch.setattr(geometry, "EMULATED_SMS", sms)
     data = kind([1, 1, 1], [CHUNK + 76, 5, 2 * CHUNK + 1], heads=70, device="cpu")
     config = registry.resolve(data.decode(64), ARCH)
-    assert isinstance(config, Sm100MlaConfig) and config.batch_invariant
+    assert isinstance(config, Sm100MlaConfig)
+    assert config.batch_invariant
     together = execute(data.decode(64)).clone()
     data.expected_mla().check(together)
     for i in range(data.size):

@@ -89,11 +89,12 @@ class TestResolve:
         assert found in SHIPPED[arch]
 
     def test_batch_invariant_results(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Results of the kernels of sm_120 are always batch-invariant."""
+        assert not resolve_sm100_mla(problem(), arch).batch_invariant
         monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
-        with pytest.raises(NotImplementedError, match="with batch-invariant splits"):
-            resolve_sm100_mla(problem(), arch)
-        assert isinstance(resolve(problem(), arch), Sm120MlaConfig)
+        found = resolve(problem(), arch)
+        assert isinstance(found, Sm100MlaConfig)
+        assert found.batch_invariant
+        assert found in SHIPPED[arch]
 
 
 @pytest.mark.parametrize("arch", BLACKWELL)

@@ -45,9 +45,9 @@ ROLES = RoleTable(
 def _larger_table(**last: int) -> RoleTable:
     """Return the roles of kernels with four more warps, of the roles ``last``. The sum equals the registers of 512
     threads at launch."""
-    registers = dict.fromkeys(ROLES.roles, 96) | dict(softmax=120, correction=200)
+    registers = dict.fromkeys(ROLES.roles, 104) | dict(softmax=112, correction=192)
     roles = {name: Role(role.warps, registers[name]) for name, role in ROLES.roles.items()}
-    return RoleTable(roles | {name: Role(warps, 96) for name, warps in last.items()})
+    return RoleTable(roles | {name: Role(warps, 104) for name, warps in last.items()})
 
 
 # With 8-bit keys, more warps dequantize them. Batch-invariant kernels have warps that combine beside the work tiles.
@@ -96,7 +96,7 @@ class Sm100MlaConfig(MlaConfig):
 
     @property
     def combine_loads(self) -> tuple[tuple[int, int], ...]:
-        return ((4, 2), (8, 1))
+        return ((4, 1),)
 
     @property
     def registers(self) -> tuple[int, ...]:

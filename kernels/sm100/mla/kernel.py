@@ -248,14 +248,7 @@ class MlaSm100(LatentKernel, DecodeKernel):
         elif warp <= SCHEDULE_WARP:
             self.set_registers(registers[2])
             if warp == MMA_WARP:
-                loaded = [PairRing.of(rings.q, rings.relayed_q), PairRing.of(rings.k, rings.relayed_k)]
-                order = (self, work_queue, *loaded, PairRing.of(rings.v, rings.relayed_v), p_ring)
-                if rank == pair.LEADER:
-                    Products(
-                        *order, s_ring, o_ring, **Products.operands(self.config, tiles), tensor_memory=tensor_memory
-                    ).run()
-                else:
-                    Relay(*order).run()
+                self.run_mma(rank, tiles, rings, work_queue, p_ring, s_ring, o_ring, tensor_memory)
             keys = (addresses, geometry, work_queue, rank)
             if warp == K_WARP:
                 LoadK.create(self, rings.k, rings.loaded_k, tiles.k, k_atom, *keys).run()
@@ -268,12 +261,12 @@ class MlaSm100(LatentKernel, DecodeKernel):
         else:
             if const_expr(len(registers) > 3):
                 self.set_registers(registers[-1])
-            self.run_dequantize(warp, rank, tiles, rings, work_queue)
             if const_expr(self.config.batch_invariant):
-                if warp >= self.config.roles.first("combine"):
-                    schedule = self.schedule(addresses, geometry, mask, q_atom, tiles, rings)
-                    scale = self.output_scale(addresses, output_scale, output_factor)
-                    self.partition.run_idle_warp(addresses, geometry, schedule, scale)
+                schedule = self.schedule(addresses, geometry, mask, q_atom, tiles, rings)
+                scale = self.output_scale(addresses, output_scale, output_factor)
+                self.run_invariant(warp, rank, tiles, rings, work_queue, schedule, addresses, geometry, scale)
+            else:
+                self.run_dequantize(warp, rank, tiles, rings, work_queue)
         tmem.before_signal()
         pair.meet()  # nothing arrives at the barriers of either CTA any more
         if warp == MMA_WARP:
@@ -281,14 +274,33 @@ class MlaSm100(LatentKernel, DecodeKernel):
             tmem.free(tensor_memory, CTAS)
 
     @cute.jit
+    def run_mma(self, rank, tiles, rings, work_queue, p_ring, s_ring, o_ring, tensor_memory):
+        loaded = [PairRing.of(rings.q, rings.relayed_q), PairRing.of(rings.k, rings.relayed_k)]
+        order = (self, work_queue, *loaded, PairRing.of(rings.v, rings.relayed_v), p_ring)
+        if rank == pair.LEADER:
+            operands = Products.operands(self.config, tiles)
+            Products(*order, s_ring, o_ring, **operands, tensor_memory=tensor_memory).run()
+        else:
+            Relay(*order).run()
+
+    @cute.jit
+    def run_invariant(self, warp, rank, tiles, rings, work_queue, schedule, addresses, geometry, scale):
+        """Run the warps after the schedule warp in batch-invariant kernels."""
+        if const_expr(self.config.dequantized_boxes > 0):
+            if warp < self.config.roles.first("combine"):
+                self.run_dequantize(warp, rank, tiles, rings, work_queue)
+            else:
+                self.partition.run_idle_warp(addresses, geometry, schedule, scale)
+        else:
+            self.partition.run_idle_warp(addresses, geometry, schedule, scale)
+
+    @cute.jit
     def run_dequantize(self, warp, rank, tiles, rings, work_queue):
         """Run the warps that only kernels over 8-bit keys have."""
-        warps = self.config.warps_of("dequantize")
-        if const_expr(warps > 0):
-            if warp < SCHEDULE_WARP + 1 + warps:
-                shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
-                stages = (rings.k, rings.v, rings.loaded_k, rings.loaded_v)
-                Dequantize(self, work_queue, *stages, *shared, warp - (SCHEDULE_WARP + 1), rank).run()
+        if const_expr(self.config.dequantized_boxes > 0):
+            shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
+            stages = (rings.k, rings.v, rings.loaded_k, rings.loaded_v)
+            Dequantize(self, work_queue, *stages, *shared, warp - (SCHEDULE_WARP + 1), rank).run()
 
 
 def build(config: Sm100MlaConfig) -> Any:
