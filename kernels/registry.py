@@ -1,4 +1,4 @@
-"""The list of implementations, by kernel family and architecture.
+"""The list of implementations, by kernel family and architecture, in order of preference.
 
 Configs know nothing of the kernels that they describe, and kernels nothing of this list, so that imports have a
 direction. The list decides which kernels are chosen, refused and compiled ahead.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from hopwell.kernels.append.config import AppendConfig, resolve_append, shipped_append_configs
 from hopwell.kernels.append.geometry import append_geometry
-from hopwell.kernels.config.base import KvType
+from hopwell.kernels.config.base import Traits
 from hopwell.kernels.config.decode import DecodeConfig, resolve_decode, shipped_decode_configs
 from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipped_prefill_configs
@@ -62,13 +62,14 @@ class Buildable(Protocol):
 
 @dataclass(frozen=True)
 class Implementation:
-    """The kernels of a family on an architecture.
+    """Kernels of a family on an architecture, with configs of one type. ``config.refusal`` tells which problems they
+    serve: resolve and the shipped configs follow from it.
 
     Attributes:
-        config: the type of their configs; where there are two, of those that serve what the others do not.
-        preferred: the types of configs that serve a problem before ``config`` does.
+        config: the type of their configs.
         resolve: the config for a problem; raises NotImplementedError where no kernel serves it.
-        shipped: the configs that are compiled ahead.
+        shipped: the configs that are compiled ahead, of an architecture and the types of preferred configs: for
+            problems that no preferred kernel serves.
         build: the traceable launch function of a config, and example arguments to compile it with.
         geometry: run-time sizes and strides of a problem, which the kernel of a config gets as one tuple of integers.
         numbers: floats of a problem that the kernel gets by value, besides the two scales of attention.
@@ -79,21 +80,12 @@ class Implementation:
 
     config: type[Buildable]
     resolve: Callable[[Any, str], Buildable]
-    shipped: Callable[[str], Iterator[Buildable]]
+    shipped: Callable[[str, Sequence[Any]], Iterator[Buildable]]
     build: Build
     geometry: Callable[[Any, Any], tuple[int, ...]]
     numbers: Callable[[Any], tuple[float, ...]]
     counters: Callable[[Any, Any], int]
     scratch_bytes: Callable[[int, int, int, int, int], int]
-    preferred: tuple[type[Buildable], ...] = ()
-
-    def refuse(self, problem: Any, arch: str) -> str | None:
-        """Return why no kernel serves ``problem``, or None if one does."""
-        try:
-            self.resolve(problem, arch)
-        except NotImplementedError as reason:
-            return str(reason)
-        return None
 
 
 def _build_in(module: str, config: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -148,16 +140,10 @@ def _prefill(kind: type[PrefillConfig], build: Build) -> Implementation:
     )
 
 
-def _decode(kind: type[DecodeConfig] | type[MlaConfig], build: Build) -> Implementation:
+def _split_keys(
+    kind: type[DecodeConfig] | type[MlaConfig], resolve: Callable[..., Any], shipped: Callable[..., Any], build: Build
+) -> Implementation:
     """Return the implementation of decode, or of MLA decode, whose configs are of ``kind``."""
-    resolve: Callable[..., Buildable]
-    shipped: Callable[..., Iterator[Buildable]]
-    if issubclass(kind, Sm100MlaConfig):
-        resolve, shipped = resolve_sm100_mla, shipped_sm100_mla_configs
-    elif issubclass(kind, MlaConfig):
-        resolve, shipped = partial(resolve_mla, kind=kind), partial(shipped_mla_configs, kind=kind)
-    else:
-        resolve, shipped = partial(resolve_decode, kind=kind), partial(shipped_decode_configs, kind=kind)
     return Implementation(
         kind,
         resolve,
@@ -170,53 +156,35 @@ def _decode(kind: type[DecodeConfig] | type[MlaConfig], build: Build) -> Impleme
     )
 
 
-def _preferring(first: Implementation, then: Implementation, dims: Container[tuple[int, int]] = ()) -> Implementation:
-    """Return the implementation that takes the kernels of ``then`` for problems that ``first`` refuses.
-
-    Head dims in ``dims`` are compiled ahead for ``first`` alone.
-    """
-
-    def resolve(problem: Any, arch: str) -> Buildable:
-        with contextlib.suppress(NotImplementedError):
-            return first.resolve(problem, arch)
-        return then.resolve(problem, arch)
-
-    def shipped(arch: str) -> Iterator[Buildable]:
-        others: Iterator[Any] = then.shipped(arch)
-        yield from first.shipped(arch)
-        yield from (config for config in others if (config.head_dim_qk, config.head_dim_v) not in dims)
-
-    def build(config: Any) -> tuple[Any, tuple[Any, ...]]:
-        return (first if isinstance(config, first.config) else then).build(config)
-
-    def scratch_bytes(*sizes: int) -> int:
-        return max(first.scratch_bytes(*sizes), then.scratch_bytes(*sizes))
-
-    return replace(
-        then,
-        resolve=resolve,
-        shipped=shipped,
-        build=build,
-        scratch_bytes=scratch_bytes,
-        preferred=(first.config,),
-    )
+def _decode(kind: type[DecodeConfig], build: Build) -> Implementation:
+    """Return the decode implementation whose configs are of ``kind``."""
+    return _split_keys(kind, partial(resolve_decode, kind=kind), partial(shipped_decode_configs, kind=kind), build)
 
 
-def _served(family: Family, by_archs: dict[Sequence[str], Implementation]) -> dict[tuple[Family, str], Implementation]:
-    """Return the implementations of a family, by family and architecture."""
-    return {(family, arch): made for archs, made in by_archs.items() for arch in archs}
+def _mla(kind: type[MlaConfig], build: Build) -> Implementation:
+    """Return the MLA implementation whose configs are of ``kind``."""
+    return _split_keys(kind, partial(resolve_mla, kind=kind), _alone(partial(shipped_mla_configs, kind=kind)), build)
 
 
-_WARP_PREFILL = _prefill(Sm120PrefillConfig, partial(_build_in, "warp_mma.prefill.kernel"))
+def _alone(shipped: Callable[[str], Iterator[Any]]) -> Callable[[str, Sequence[Any]], Iterator[Any]]:
+    """Return ``shipped`` of an implementation whose shipped kernels serve nothing that preferred kernels serve."""
+    return lambda arch, preferred: shipped(arch)
+
+
+_HOPPER_PREFILL = _prefill(PrefillConfig, partial(_build_in, "sm90.prefill.kernel"))
 _BLACKWELL_PREFILL = _prefill(Sm100PrefillConfig, partial(_build_in, "sm100.prefill.kernel"))
-
-_WARP_MLA = _decode(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel"))
-_PAIR_MLA = _decode(Sm100MlaConfig, partial(_build_in, "sm100.mla.kernel"))
-
+_WARP_PREFILL = _prefill(Sm120PrefillConfig, partial(_build_in, "warp_mma.prefill.kernel"))
+_HOPPER_DECODE = _decode(DecodeConfig, _build_decode)
+_WARP_DECODE = _decode(Sm120DecodeConfig, partial(_build_in, "warp_mma.decode.kernel"))
+_HOPPER_MLA = _mla(MlaConfig, _build_mla)
+_WARP_MLA = _mla(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel"))
+_PAIR_MLA = _split_keys(
+    Sm100MlaConfig, resolve_sm100_mla, _alone(shipped_sm100_mla_configs), partial(_build_in, "sm100.mla.kernel")
+)
 _APPEND = Implementation(
     AppendConfig,
     resolve_append,
-    shipped_append_configs,
+    _alone(shipped_append_configs),
     partial(_build_in, "append.kernel"),
     append_geometry,
     numbers=lambda problem: (host_value(problem.k_scale), host_value(problem.v_scale)),
@@ -225,32 +193,20 @@ _APPEND = Implementation(
 )
 
 # Kernels of sm_120 multiply with mma.sync, which Blackwell has as well: they serve what it has no others for.
-IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
-    **_served(
-        Family.PREFILL,
-        {
-            HOPPER: _prefill(PrefillConfig, partial(_build_in, "sm90.prefill.kernel")),
-            BLACKWELL: _preferring(_BLACKWELL_PREFILL, _WARP_PREFILL, Sm100PrefillConfig.tiles),
-            SM120: _WARP_PREFILL,
-        },
-    ),
-    **_served(
-        Family.DECODE,
-        {
-            HOPPER: _decode(DecodeConfig, _build_decode),
-            (*BLACKWELL, *SM120): _decode(Sm120DecodeConfig, partial(_build_in, "warp_mma.decode.kernel")),
-        },
-    ),
-    **_served(
-        Family.MLA,
-        {
-            HOPPER: _decode(MlaConfig, _build_mla),
-            BLACKWELL: _preferring(_PAIR_MLA, _WARP_MLA),
-            SM120: _WARP_MLA,
-        },
-    ),
-    **_served(Family.APPEND, {ARCHS: _APPEND}),
-}
+_ROWS: tuple[tuple[Family, Sequence[str], tuple[Implementation, ...]], ...] = (
+    (Family.PREFILL, HOPPER, (_HOPPER_PREFILL,)),
+    (Family.PREFILL, BLACKWELL, (_BLACKWELL_PREFILL, _WARP_PREFILL)),
+    (Family.PREFILL, SM120, (_WARP_PREFILL,)),
+    (Family.DECODE, HOPPER, (_HOPPER_DECODE,)),
+    (Family.DECODE, BLACKWELL, (_WARP_DECODE,)),
+    (Family.DECODE, SM120, (_WARP_DECODE,)),
+    (Family.MLA, HOPPER, (_HOPPER_MLA,)),
+    (Family.MLA, BLACKWELL, (_PAIR_MLA, _WARP_MLA)),
+    (Family.MLA, SM120, (_WARP_MLA,)),
+    (Family.APPEND, ARCHS, (_APPEND,)),
+)
+# An implementation serves what those before it refuse.
+IMPLEMENTATIONS = {(family, arch): found for family, archs, found in _ROWS for arch in archs}
 
 
 def architectures(family: Family) -> tuple[str, ...]:
@@ -258,8 +214,8 @@ def architectures(family: Family) -> tuple[str, ...]:
     return tuple(arch for arch in ARCHS if (family, arch) in IMPLEMENTATIONS)
 
 
-def implementation(family: Family, arch: str) -> Implementation:
-    """Return the implementation of ``family`` on ``arch``.
+def implementations(family: Family, arch: str) -> tuple[Implementation, ...]:
+    """Return the implementations of ``family`` on ``arch``, in order of preference.
 
     Raises:
         NotImplementedError: there is none.
@@ -272,79 +228,82 @@ def implementation(family: Family, arch: str) -> Implementation:
     return found
 
 
-def prefill_type(arch: str, dims: tuple[int, int] | None = None, kv_type: KvType = KvType.WIDE) -> type[PrefillConfig]:
-    """Return the type of the prefill configs of ``arch`` that serve head dims (QK, V) with K and V of ``kv_type``.
-    Without ``dims``, return the type that serves the rest.
+def implementation_of(config: Buildable) -> Implementation:
+    """Return the implementation that ``config`` belongs to."""
+    return next(made for made in implementations(config.family, config.arch) if isinstance(config, made.config))
+
+
+def _kinds(family: Family, arch: str) -> list[Any]:
+    """Return the types of configs of ``family`` on ``arch``, in order of preference; none where it has no kernels."""
+    return [made.config for made in IMPLEMENTATIONS.get((family, arch), ())]
+
+
+def prefill_type(arch: str, traits: Traits | None = None) -> type[PrefillConfig]:
+    """Return the type of the prefill configs of ``arch`` that serve problems with ``traits``, or the type that serves
+    the rest.
 
     Raises:
         NotImplementedError: there is none.
     """
-    found = implementation(Family.PREFILL, arch)
-    for kind in found.preferred:
-        assert issubclass(kind, PrefillConfig)
-        if dims in kind.all_tiles() and kv_type in kind.kv_types:
-            return kind
-    assert issubclass(found.config, PrefillConfig)
-    return found.config
-
-
-def _says(family: Family, arch: str, fact: str) -> bool:
-    """Tell whether there are kernels of ``family`` on ``arch`` of which the type of their configs says ``fact``."""
-    found = IMPLEMENTATIONS.get((family, arch))
-    return found is not None and bool(getattr(found.config, fact))
+    kinds: list[Any] = [made.config for made in implementations(Family.PREFILL, arch)]
+    chosen = (kind for kind in kinds if traits is not None and kind.refusal(traits, arch) is None)
+    return next(chosen, kinds[-1])
 
 
 def can_dequantize_q(arch: str) -> bool:
     """Tell whether prefill kernels of ``arch`` over NVFP4 caches take e4m3 queries, which they dequantize
     themselves."""
-    return _says(Family.PREFILL, arch, "can_dequantize_q")
+    return any(kind.can_dequantize_q for kind in _kinds(Family.PREFILL, arch))
 
 
 def has_fp8_mma(arch: str) -> bool:
     """Tell whether all MLA kernels of ``arch`` multiply e4m3 queries as they are."""
-    return _says(Family.MLA, arch, "has_fp8_mma")
+    return may_have_fp8_mma(arch) and all(kind.has_fp8_mma for kind in _kinds(Family.MLA, arch))
 
 
 def may_have_fp8_mma(arch: str) -> bool:
     """Tell whether some MLA kernels of ``arch`` multiply e4m3 queries as they are: all, or those for some problems."""
-    found = IMPLEMENTATIONS.get((Family.MLA, arch))
-    kinds = () if found is None else (found.config, *found.preferred)
-    return any(getattr(kind, "has_fp8_mma", False) for kind in kinds)
+    return any(kind.has_fp8_mma for kind in _kinds(Family.MLA, arch))
 
 
 def scratch_bytes(family: Family, arch: str, *sizes: int) -> int:
     """Return the scratch of the kernels of ``family`` on ``arch``, see :class:`Implementation`; 0 without kernels."""
-    found = IMPLEMENTATIONS.get((family, arch))
-    return 0 if found is None else found.scratch_bytes(*sizes)
+    return max((made.scratch_bytes(*sizes) for made in IMPLEMENTATIONS.get((family, arch), ())), default=0)
 
 
-def resolve(problem: AttentionProblem, arch: str) -> Any:
+def resolve(problem: Any, arch: str) -> Any:
     """Return the config of the kernel that serves ``problem`` on ``arch``.
 
     Raises:
         NotImplementedError: there is none; the message lists the supported ones.
         ValueError: the problem lacks the scratch memory that kernels of its family store partial results in.
     """
-    if problem.family is not Family.PREFILL and problem.scratch is None:
+    if problem.family in (Family.DECODE, Family.MLA) and problem.scratch is None:
         raise ValueError(f"a problem of {TITLES[problem.family]} needs scratch, got None")
-    return implementation(problem.family, arch).resolve(problem, arch)
+    *preferred, rest = implementations(problem.family, arch)
+    for made in preferred:
+        with contextlib.suppress(NotImplementedError):
+            return made.resolve(problem, arch)
+    return rest.resolve(problem, arch)
 
 
 def refuse(problem: AttentionProblem, arch: str) -> str | None:
     """Return why no kernel serves ``problem`` on ``arch``, or None if one does."""
     try:
-        return implementation(problem.family, arch).refuse(problem, arch)
+        resolve(problem, arch)
     except NotImplementedError as reason:
         return str(reason)
+    return None
 
 
 def shipped_configs(arch: str = "sm_90a", family: Family = Family.PREFILL) -> Iterator[Any]:
     """Return the configs of ``family`` that are compiled ahead for ``arch``; none where it has no kernels of the
     family."""
-    found = IMPLEMENTATIONS.get((family, arch))
-    return iter(()) if found is None else found.shipped(arch)
+    kinds = _kinds(family, arch)
+    for place, made in enumerate(IMPLEMENTATIONS.get((family, arch), ())):
+        yield from made.shipped(arch, kinds[:place])
 
 
 def build(config: Buildable) -> tuple[Any, tuple[Any, ...]]:
     """Return the traceable launch function of a kernel, and example arguments to compile it with."""
-    return implementation(config.family, config.arch).build(config)
+    return implementation_of(config).build(config)

@@ -13,7 +13,6 @@ from hopwell.kernels import registry, support
 from hopwell.kernels.append.config import AppendAddresses, AppendProblem
 from hopwell.kernels.launch.arguments import address_of, named_tuple
 from hopwell.kernels.launch.plan import bind, collected, device_anchor, emulated_memory
-from hopwell.kernels.problem import Family
 
 # Tensors whose addresses are AppendAddresses, with the same names.
 AppendOperands = named_tuple("AppendOperands", *AppendAddresses._fields)
@@ -27,8 +26,8 @@ class AppendPlan:
         device = problem.key.device
         # HOPWELL_KERNELS is ignored: every architecture has the same append kernels.
         arch = support.native_arch(device)
-        made = registry.implementation(Family.APPEND, arch)
-        self.config = made.resolve(problem, arch)
+        self.config = registry.resolve(problem, arch)
+        made = registry.implementation_of(self.config)
         # Whether later calls may reuse the plan after comparing only tensors; the emulator also has settings.
         self.repeatable = device.type == "cuda"
         self.has_work = problem.key.shape[0] > 0 and not collected(self.config)

@@ -464,7 +464,7 @@ def lacking(entry: str, problem: Any, arch: str) -> Feature | None:
 def _mark(key: str, problem: Any, arch: str) -> str:
     """Return the mark of a row and the matrix instruction of the kernel that serves its ``problem`` on ``arch``."""
     launched = as_launched(problem, arch)
-    instruction = registry.implementation(launched.family, arch).resolve(launched, arch).matrix_instruction
+    instruction = registry.resolve(launched, arch).matrix_instruction
     cast = "" if launched is problem else " (Q cast to 16 bits)"
     return f"{gpu_runs.mark(problem.family, key, arch, instruction)} {instruction}".strip() + cast
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hopwell.kernels import registry, support
-from hopwell.kernels.config.base import DTYPES, QUERY_DTYPES, KvFetch, KvType, paged_fetches
+from hopwell.kernels.config.base import DTYPES, QUERY_DTYPES, KvFetch, KvType, Traits, paged_fetches
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.prefill import MASKS, PrefillConfig
 from hopwell.kernels.problem import Family
@@ -33,7 +33,7 @@ def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) 
 def _eight_bit_configs(arch: str, dtypes: list[tuple[str, str]], **types: Any) -> Iterator[PrefillConfig]:
     """Yield the prefill kernels that read 8-bit keys and values, for ``dtypes`` of (query, output)."""
     for (dtype, out), dims, mask in itertools.product(dtypes, support.SHIPPED_FP8_HEAD_DIMS, MASKS):
-        kind = registry.prefill_type(arch, dims, **types)
+        kind = registry.prefill_type(arch, Traits(dims, **types))
         for choices in kind.all_choices(dims, mask):
             tile = kind.tile_of(dims, **choices, **types, uses_fp8_mma=dtype == "e4m3")
             for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(tile.n)]:

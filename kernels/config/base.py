@@ -19,7 +19,7 @@ from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.masks import MaskEnum
-from hopwell.kernels.problem import AttentionProblem, Family
+from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 E4M3_DTYPES = {torch.float8_e4m3fn: "e4m3"}
@@ -86,6 +86,15 @@ class Tile:
         return self.source_stages or (self.kv_stages, self.kv_stages)
 
 
+class Traits(NamedTuple):
+    """The traits by which the implementations of a family divide its problems among them."""
+
+    dims: tuple[int, int]  # head dims (QK, V)
+    kv_type: KvType = KvType.WIDE
+    score: ScoreKind = ScoreKind.SCALED
+    rows: int = 1  # packed rows of a request
+
+
 MOST = 256  # rows or keys of a tile: rows of a TMA box, and columns of a matrix instruction
 MAX_BOX_ROWS = 64  # taller boxes are no faster (H200, 2026-11-21), and fewer sizes mean fewer kernels
 MIN_BOX_ROWS = 8  # a swizzle atom: a box of all columns needs whole atoms
@@ -122,6 +131,24 @@ class KernelConfig:
     # Two types of configs of an architecture may have equal fields: all but one of them put an instruction in the name.
     instruction_in_name: ClassVar[str] = ""
     layout_type: ClassVar[Any]  # a class of config/layout.py
+
+    @classmethod
+    def refusal(cls, traits: Traits, arch: str) -> str | None:
+        """Return why no kernel of this type serves problems with ``traits`` on ``arch``, or None if one does."""
+        return None
+
+    @classmethod
+    def require(cls, traits: Traits, arch: str) -> None:
+        """Raise NotImplementedError if no kernel of this type serves problems with ``traits``."""
+        if (reason := cls.refusal(traits, arch)) is not None:
+            raise NotImplementedError(reason)
+
+    @classmethod
+    def is_chosen(cls, traits: Traits, arch: str, preferred: Iterable[type[KernelConfig]]) -> bool:
+        """Return whether kernels of this type serve problems with ``traits``, and no kernel of ``preferred`` types
+        does."""
+        others = (kind.refusal(traits, arch) for kind in preferred)
+        return None not in others and cls.refusal(traits, arch) is None
 
     @property
     def layout(self) -> Any:
@@ -372,6 +399,11 @@ def require_dtypes(
                 f"{what} dtype {operand.dtype} has no kernel on {arch} with query dtype {problem.query.dtype}; "
                 f"supported: {problem.query.dtype}"
             )
+
+
+def dims_names(head_dims: Iterable[tuple[int, int]]) -> str:
+    """Return head dims (QK, V) as messages name them."""
+    return ", ".join(f"{qk}/{v}" for qk, v in head_dims)
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:

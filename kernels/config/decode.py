@@ -16,6 +16,7 @@ from hopwell.kernels.config.base import (
     KernelConfig,
     KvType,
     Tile,
+    Traits,
     has_uneven_pages,
     head_scales,
     kv_fetch,
@@ -177,6 +178,19 @@ class DecodeConfig(SplitKeys, KernelConfig):
     v_head_scales: bool = field(default=False, kw_only=True)
 
     @classmethod
+    def refusal(cls, traits: Traits, arch: str) -> str | None:
+        served, cache = cls.head_dims, ""
+        if traits.dims in served and traits.kv_type is not KvType.WIDE:
+            served = cls.narrow_head_dims.get(traits.kv_type, ())
+            cache = f" with a {next(dtype for dtype, kv in NARROW_TYPES.items() if kv is traits.kv_type)} cache"
+        if traits.dims in served:
+            return None
+        return (
+            f"head dims (QK/V) {_joined(traits.dims)} have no decode kernel on {arch}{cache}; supported: "
+            f"{', '.join(map(_joined, served)) or 'none'}"
+        )
+
+    @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
         """Return the rows of the kernel's tile for ``rows`` packed rows of a request."""
         return tile_rows(rows, head_dim, kv_type)
@@ -305,25 +319,16 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
         NotImplementedError: there is no kernel; the message lists what is supported.
     """
     dims = problem.query.shape[2], problem.v_dim
-    if dims not in kind.head_dims:
-        raise NotImplementedError(
-            f"head dims (QK/V) {_joined(dims)} have no decode kernel on {arch}; supported: "
-            f"{', '.join(map(_joined, kind.head_dims))}"
-        )
-    out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = NARROW_TYPES.get(problem.key.dtype, KvType.WIDE)
-    narrow = kind.narrow_head_dims.get(kv_type, ())
-    if kv_type is not KvType.WIDE and dims not in narrow:
-        raise NotImplementedError(
-            f"head dims (QK/V) {_joined(dims)} have no decode kernel on {arch} with a {problem.key.dtype} cache; "
-            f"supported: {', '.join(map(_joined, narrow)) or 'none'}"
-        )
+    packed_rows = problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len
+    kind.require(Traits(dims, kv_type, rows=packed_rows), arch)
+    out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     if kv_type is KvType.WIDE:
         require_dtypes(problem, out_dtype, arch)
     require_seen(problem, "decode kernel", (*MASKS, MaskKind.CYCLIC) if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
     common = (arch, dtype, QUERY_DTYPES[out_dtype], *dims, problem.mask.kind)
-    rows = kind.rows_for(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, dims[0], kv_type)
+    rows = kind.rows_for(packed_rows, dims[0], kv_type)
     unfetched = kind(*common, *paged_fetches(1)[0], kv_type, rows)
     fetch = kv_fetch(problem, unfetched.tile.n)
     config = kind(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
@@ -382,14 +387,17 @@ def tiles_with_tree(head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tupl
     return rows[:1] if kv_type is KvType.NVFP4 else rows
 
 
-def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = DecodeConfig) -> Iterator[DecodeConfig]:
-    """Yield the decode kernels that are compiled ahead."""
+def shipped_decode_configs(
+    arch: str = "sm_90a", preferred: Sequence[type[KernelConfig]] = (), kind: type[DecodeConfig] = DecodeConfig
+) -> Iterator[DecodeConfig]:
+    """Yield the decode kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves."""
     for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_TYPES):
         dims = (head_dim, head_dim)
-        if dims not in kind.head_dims or (kv_type is not KvType.WIDE and dims not in kind.narrow_head_dims[kv_type]):
-            continue
         common = (arch, dtype, dtype, *dims, mask)
-        for rows in sorted({kind.rows_for(rows, head_dim, kv_type) for rows in (*SWAP_AB_ROWS, ROWS)}):
+        # The last request has more rows than any tile.
+        requests = [Traits(dims, kv_type, rows=rows) for rows in (*SWAP_AB_ROWS, ROWS, ROWS + 1)]
+        chosen = [traits.rows for traits in requests if kind.is_chosen(traits, arch, preferred)]
+        for rows in sorted({kind.rows_for(rows, head_dim, kv_type) for rows in chosen}):
             tile = kind(*common, *paged_fetches(1)[0], kv_type, rows).tile
             for fetch, box_rows in paged_fetches(tile.n):
                 yield kind(*common, fetch, box_rows, kv_type, rows)

@@ -18,6 +18,7 @@ from hopwell.kernels.config.base import (
     KvFetch,
     KvType,
     Tile,
+    dims_names,
     has_uneven_pages,
     kv_fetch,
     paged_fetches,
@@ -197,9 +198,8 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     dims = (problem.query.shape[2], problem.value.shape[3])
     known = support.MLA_HEAD_DIMS if problem.token_table is None else support.SPARSE_MLA_HEAD_DIMS
     if dims not in known:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in known)
         raise NotImplementedError(
-            f"head dims (QK/V) {dims[0]}/{dims[1]} have no MLA kernel on {arch}; supported: {listed}"
+            f"head dims (QK/V) {dims_names([dims])} have no MLA kernel on {arch}; supported: {dims_names(known)}"
         )
     in_bytes = kind.has_fp8_mma and problem.query.dtype in E4M3_DTYPES
     # The output of fp8 MMA is bfloat16 unless the caller gives an output.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -22,6 +22,8 @@ from hopwell.kernels.config.base import (
     KvType,
     Tile,
     TileShape,
+    Traits,
+    dims_names,
     dtype_names,
     has_uneven_pages,
     head_scales,
@@ -133,6 +135,22 @@ class PrefillConfig(KernelConfig):
     def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
         """Return the tiles of all head dims (QK, V) that have kernels."""
         return {**cls.tiles, **cls.other_tiles}
+
+    @classmethod
+    def refusal(cls, traits: Traits, arch: str) -> str | None:
+        dims, kv_type = traits.dims, traits.kv_type
+        given = f"head dims (QK/V) {dims_names([dims])}"
+        if dims not in cls.all_tiles():
+            return f"{given} have no kernel on {arch}; supported: {dims_names(cls.all_tiles())}"
+        if kv_type is KvType.NVFP4 and dims not in support.NVFP4_HEAD_DIMS:
+            supported = dims_names(support.NVFP4_HEAD_DIMS)
+            return f"{given} have no prefill kernel on {arch} with NVFP4 K and V; supported: {supported}"
+        if kv_type not in cls.kv_types:
+            return f"dequantized {kv_type.value} K and V have no kernel on {arch}"
+        if traits.score not in cls.scores:
+            supported = ", ".join(score.value for score in ScoreKind if score in cls.scores)
+            return f"scores of kind {traits.score.value} have no kernel on {arch}; supported: {supported}"
+        return None
 
     @classmethod
     def tile_of(
@@ -305,18 +323,17 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         NotImplementedError: there is no kernel; the message lists what is supported.
     """
     dims = (problem.query.shape[2], problem.v_dim)
-    if dims not in kind.all_tiles():
-        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
-        raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    kv_type = prefill_kv_type(problem, dims, arch, kind)
+    kv_type = prefill_kv_type(problem)
+    kind.require(Traits(dims, kv_type, problem.score.kind), arch)
     dequantizes_q = kv_type is KvType.NVFP4 and problem.query.dtype not in DTYPES
-    require_dtypes(problem, out_dtype, arch, kv_type, queries=QUERY_DTYPES, outputs=_output_dtypes(problem))
-    if problem.score.kind not in kind.scores:
+    queries = QUERY_DTYPES if kind.can_dequantize_q else DTYPES
+    if kv_type is KvType.NVFP4 and problem.query.dtype not in queries:
         raise NotImplementedError(
-            f"scores of kind {problem.score.kind.value} have no kernel on {arch}; supported: "
-            f"{', '.join(score.value for score in ScoreKind if score in kind.scores)}"
+            f"query dtype {problem.query.dtype} has no kernel on {arch} with NVFP4 K and V; "
+            f"supported: {dtype_names(queries)}"
         )
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=QUERY_DTYPES, outputs=_output_dtypes(problem))
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
         features |= dict(kv_type=kv_type, dequantizes_q=dequantizes_q)
@@ -356,43 +373,25 @@ def _output_dtypes(problem: AttentionProblem) -> Mapping[torch.dtype, str]:
     return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
 
 
-def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str, kind: type[PrefillConfig]) -> KvType:
-    """Return the type of K and V; WIDE if they are not converted.
-
-    Raises:
-        NotImplementedError: operands have 8 or 4 bits, and no kernel of these head dims takes them.
-    """
-    fp8 = torch.float8_e4m3fn
-    types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
-    packed = problem.kv_scales is not None
-    if not packed and fp8 not in types:
-        return KvType.WIDE
-    if packed and dims not in support.NVFP4_HEAD_DIMS:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in support.NVFP4_HEAD_DIMS)
-        raise NotImplementedError(
-            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with NVFP4 K and V; "
-            f"supported: {listed}"
-        )
-    if packed and KvType.NVFP4 in kind.kv_types:
-        queries = QUERY_DTYPES if kind.can_dequantize_q else DTYPES
-        if types[0] not in queries:
-            raise NotImplementedError(
-                f"query dtype {types[0]} has no kernel on {arch} with NVFP4 K and V; supported: {dtype_names(queries)}"
-            )
+def prefill_kv_type(problem: AttentionProblem) -> KvType:
+    """Return the type of K and V; WIDE if they are not converted."""
+    if problem.kv_scales is not None:
         return KvType.NVFP4
-    found = KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
-    if packed or found not in kind.kv_types:
-        cache = "NVFP4" if packed else str(fp8)
-        raise NotImplementedError(f"{cache} K and V have no kernel on {arch} with query dtype {types[0]}")
-    return found
+    fp8 = torch.float8_e4m3fn
+    is_narrow = problem.query.dtype != fp8 and problem.key.dtype == problem.value.dtype == fp8
+    return KvType.E4M3 if is_narrow else KvType.WIDE
 
 
-def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:
-    """Yield the kernels that are compiled ahead: plain scores, with inputs and outputs of one dtype.
+def shipped_prefill_configs(
+    arch: str, preferred: Sequence[type[KernelConfig]] = (), *, kind: type[PrefillConfig]
+) -> Iterator[PrefillConfig]:
+    """Yield the kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves: plain
+    scores, with inputs and outputs of one dtype.
 
     Other kernels are compiled at the first call that needs them.
     """
-    for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
+    chosen = [dims for dims in kind.tiles if kind.is_chosen(Traits(dims), arch, preferred)]
+    for dtype, dims, mask in itertools.product(DTYPES.values(), chosen, MASKS):
         for choices in kind.all_choices(dims, mask):
             for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:
                 yield kind(arch, dtype, dtype, *dims, mask, fetch, rows, **choices)

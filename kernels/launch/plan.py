@@ -59,7 +59,8 @@ class Plan:
     def __init__(self, problem: AttentionProblem):
         query = problem.query
         arch = support.arch_of(query.device)
-        made, config = registry.implementation(problem.family, arch), registry.resolve(problem, arch)
+        config = registry.resolve(problem, arch)
+        made = registry.implementation_of(config)
         target = support.target_of(query.device)
         self.config = config if config.target == target else replace(config, compiled_for=target)
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0 and not collected(self.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,21 +14,21 @@ from helpers.cases.kernel_problems import cache, empty, paged
 from hopwell._entries.decoding import workspace_bytes
 from hopwell.kernels import registry, support
 from hopwell.kernels.capability import features
+from hopwell.kernels.config.base import KvType, Traits
+from hopwell.kernels.config.decode import COMPILED_HEAD_DIMS, KV_TYPES, NARROW_TYPES
 from hopwell.kernels.launch import plan
 from hopwell.kernels.launch.geometry import EMULATED_SMS
-from hopwell.kernels.problem import AttentionProblem, Family
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
 from hopwell.kernels.registry import (
     IMPLEMENTATIONS,
     Implementation,
     architectures,
     build,
-    implementation,
     refuse,
     resolve,
     shipped_configs,
 )
-from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
-from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
 
 
 def problem(**changes: object) -> AttentionProblem:
@@ -40,20 +41,18 @@ def test_what_is_compiled_ahead_belongs_to_the_family(family: Family, arch: str)
     assert configs
     for config in configs:
         assert (config.family, config.arch) == (family, arch)
-        own = {Sm100PrefillConfig, Sm100MlaConfig} if arch in support.BLACKWELL else set()
-        kinds = {IMPLEMENTATIONS[family, arch].config} | own
-        assert type(config) in kinds
+        assert type(config) in [made.config for made in IMPLEMENTATIONS[family, arch]]
         assert config.name.startswith(f"{family.value}_{arch}_")
 
 
-@pytest.mark.parametrize(("family", "arch"), [key for key, one in IMPLEMENTATIONS.items() if one.preferred])
+@pytest.mark.parametrize(("family", "arch"), [key for key, made in IMPLEMENTATIONS.items() if len(made) > 1])
 def test_two_kinds_of_configs_never_share_a_name(family: Family, arch: str) -> None:
     """The name is the key of a compiled kernel, and two kinds may be equal in every field."""
-    found = implementation(family, arch)
-    preferred = [config for config in shipped_configs(arch, family) if isinstance(config, found.preferred)]
+    first, second = (made.config for made in IMPLEMENTATIONS[family, arch])
+    preferred = [config for config in shipped_configs(arch, family) if isinstance(config, first)]
     assert preferred
     for config in preferred:
-        other = object.__new__(found.config)
+        other = object.__new__(second)
         other.__dict__.update(config.__dict__)
         assert other.name != config.name
 
@@ -123,14 +122,14 @@ def test_another_implementation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> N
     made = Implementation(
         DummyConfig,
         resolve,
-        shipped=lambda arch: iter([DummyConfig(arch)]),
+        shipped=lambda arch, preferred: iter([DummyConfig(arch)]),
         build=lambda config: (f"built {config.name}", ()),
         geometry=lambda problem, config: (problem.batch, 17),
         numbers=lambda problem: (0.25,),
         counters=lambda sizes, config: sizes[1],
         scratch_bytes=lambda rows, kv_heads, columns, capacity, sms: 1000 * rows + sms,
     )
-    monkeypatch.setitem(registry.IMPLEMENTATIONS, (Family.DECODE, "sm_90a"), made)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, (Family.DECODE, "sm_90a"), (made,))
     monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: launched.append(arguments))
     data = DecodeBatch([1, 1], [5, 7], heads=2, kv_heads=1, head_dim=48, device="cpu")
     problem = data.decode(16)
@@ -146,3 +145,45 @@ def test_another_implementation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> N
     assert registry.refuse(data.decode(16), "sm_90a") is None
     other = DecodeBatch([1], [5], heads=2, kv_heads=1, head_dim=64, device="cpu")
     assert registry.refuse(other.decode(16), "sm_90a") == "dummy kernels take head dim 48"
+
+
+@dataclass(frozen=True)
+class FewRowsConfig(Sm120DecodeConfig):
+    """A config of decode kernels for 16-bit caches, two head dims and few rows of a request."""
+
+    instruction_in_name: ClassVar[str] = "few"
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((64, 64), (128, 128))
+    narrow_head_dims: ClassVar[dict[KvType, tuple[tuple[int, int], ...]]] = {}
+    most_rows: ClassVar[int]
+
+    @classmethod
+    def refusal(cls, traits: Traits, arch: str) -> str | None:
+        more = f"{traits.rows} packed rows are more than {cls.most_rows}" if traits.rows > cls.most_rows else None
+        return super().refusal(traits, arch) or more
+
+
+@pytest.mark.parametrize("most_rows", [16, 32, 64])
+def test_an_implementation_serves_what_the_one_before_it_refuses(
+    most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls find their kernels among the shipped ones, and no shipped kernel is without a call."""
+    arch = "sm_100a"
+    monkeypatch.setattr(FewRowsConfig, "most_rows", most_rows, raising=False)
+    first = registry._decode(FewRowsConfig, lambda config: ("few rows", ()))
+    monkeypatch.setitem(IMPLEMENTATIONS, (Family.DECODE, arch), (first, *IMPLEMENTATIONS[Family.DECODE, arch]))
+    shipped = list(shipped_configs(arch, Family.DECODE))
+    assert len({config.name for config in shipped}) == len(shipped)
+    dtypes = {kv_type: dtype for dtype, kv_type in NARROW_TYPES.items()}
+    found = []
+    for dim, kv_type, rows in itertools.product(COMPILED_HEAD_DIMS, KV_TYPES, (1, 8, 9, 16, 17, 32, 33, 64, 65)):
+        key, value = cache("tuple-HND", 16, (dim, dim), dtype=dtypes.get(kv_type, torch.bfloat16))
+        changes = dict(query=empty(3, 2 * rows, dim), q_offsets=None, max_q_len=1, mask=Mask(MaskKind.FULL))
+        of = paged(key, value, family=Family.DECODE, scratch=empty(1, dtype=torch.uint8), **changes)
+        config = resolve(of, arch)
+        found.append(config)
+        assert config in shipped
+        own = kv_type is KvType.WIDE and dim in (64, 128) and rows <= most_rows
+        assert type(config) is (FewRowsConfig if own else Sm120DecodeConfig), (dim, kv_type, rows)
+        assert (build(config)[0] == "few rows") == own
+    fields = [(c.mask, c.dtype, c.box_rows) for c in found[:1]]
+    assert {c for c in shipped if (c.mask, c.dtype, c.box_rows) in fields} == set(found)

@@ -20,8 +20,8 @@ from helpers.oracles.skipped_tiles import attention_with_skips, check_left_out
 
 from hopwell.kernels import execute
 from hopwell.kernels.jit import toolchain
-from hopwell.kernels.problem import Family, Mask, PageTable, Score
-from hopwell.kernels.registry import implementation
+from hopwell.kernels.problem import Mask, PageTable, Score
+from hopwell.kernels.registry import resolve
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 from tests.prefill import test_cudnn_entry as cudnn_entry
 from tests.prefill.quantized import test_fp8_mma as e4m3
@@ -92,7 +92,7 @@ def test_warps_that_dequantize_leave_tiles_out() -> None:
 @pytest.mark.emulator
 def test_heads_share_tiles_of_few_queries() -> None:
     data = batch((128, 128), torch.float16, q_lens=[3, 1, 2], kv_lens=[130, 50, 3], heads=8, kv_heads=1)
-    config = implementation(Family.PREFILL, "sm_120a").resolve(data.problem(16), "sm_120a")
+    config = resolve(data.problem(16), "sm_120a")
     assert config.packs_heads  # type: ignore[attr-defined]
     check(data, 16, CAUSAL)
 
@@ -193,7 +193,7 @@ def test_scaled_products_are_those_of_plain_instructions(tmp_path: Path, monkeyp
 
     data = e4m3.batch((64, 64), "cpu", q_lens=[70], kv_lens=[130])
     problem = data.in_fp8(16, CAUSAL, BF16)
-    config = implementation(Family.PREFILL, "sm_120a").resolve(problem, "sm_120a")
+    config = resolve(problem, "sm_120a")
     outs, ptx = [], []
     for folder, scales in (("scaled", True), ("plain", False)):
         monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / folder))

@@ -72,6 +72,7 @@ class Sm100PrefillConfig(PrefillConfig):
     # With a soft cap and slopes together, a kernel of 128 columns spills 8 bytes.
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
     kv_types: ClassVar[frozenset[KvType]] = frozenset({KvType.WIDE})
+    can_dequantize_q: ClassVar[bool] = False
     transposes_v: ClassVar[bool] = False  # type: ignore[assignment]  # V may be stored with its columns innermost
 
     @classmethod

@@ -10,6 +10,7 @@ import torch
 from helpers.batches.prefill import Batch
 from helpers.oracles import reference
 from hopwell.kernels import execute, support
+from hopwell.kernels.config.base import Traits
 from hopwell.kernels.problem import Mask, Score
 from hopwell.kernels.registry import prefill_type
 
@@ -24,7 +25,7 @@ class Rows(NamedTuple):
 def rows_of(dims: tuple[int, int], arch: str) -> Rows:
     if arch == "sm_100a":
         return Rows(128, 256)
-    rows = min(prefill_type(arch, dims).tile_of(dims).m, 64)
+    rows = min(prefill_type(arch, Traits(dims)).tile_of(dims).m, 64)
     return Rows(rows, rows)
 
 
@@ -34,7 +35,7 @@ def arch_of(device: str) -> str:
 
 
 def tile_n(dims: tuple[int, int], arch: str, score: Score = reference.PLAIN) -> int:
-    return prefill_type(arch, dims).tile_of(dims, score.kind, True).n
+    return prefill_type(arch, Traits(dims)).tile_of(dims, score.kind, True).n
 
 
 def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torch.Tensor, int]:
