@@ -22,6 +22,7 @@ from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipp
 from hopwell.kernels.config.splitting import TICKETS
 from hopwell.kernels.launch.geometry import decode_geometry, host_value, prefill_geometry
 from hopwell.kernels.problem import AttentionProblem, Family
+from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, resolve_sm100_mla, shipped_sm100_mla_configs
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
@@ -176,6 +177,7 @@ _BLACKWELL_PREFILL = _prefill(Sm100PrefillConfig, partial(_build_in, "sm100.pref
 _WARP_PREFILL = _prefill(Sm120PrefillConfig, partial(_build_in, "warp_mma.prefill.kernel"))
 _HOPPER_DECODE = _decode(DecodeConfig, _build_decode)
 _WARP_DECODE = _decode(Sm120DecodeConfig, partial(_build_in, "warp_mma.decode.kernel"))
+_BLACKWELL_DECODE = _decode(Sm100DecodeConfig, partial(_build_in, "sm100.decode.kernel"))
 _HOPPER_MLA = _mla(MlaConfig, _build_mla)
 _WARP_MLA = _mla(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel"))
 _PAIR_MLA = _split_keys(
@@ -198,7 +200,7 @@ _ROWS: tuple[tuple[Family, Sequence[str], tuple[Implementation, ...]], ...] = (
     (Family.PREFILL, BLACKWELL, (_BLACKWELL_PREFILL, _WARP_PREFILL)),
     (Family.PREFILL, SM120, (_WARP_PREFILL,)),
     (Family.DECODE, HOPPER, (_HOPPER_DECODE,)),
-    (Family.DECODE, BLACKWELL, (_WARP_DECODE,)),
+    (Family.DECODE, BLACKWELL, (_BLACKWELL_DECODE, _WARP_DECODE)),
     (Family.DECODE, SM120, (_WARP_DECODE,)),
     (Family.MLA, HOPPER, (_HOPPER_MLA,)),
     (Family.MLA, BLACKWELL, (_PAIR_MLA, _WARP_MLA)),

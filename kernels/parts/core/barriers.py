@@ -10,6 +10,7 @@ class NamedBarrier(enum.IntEnum):
     WARPGROUP = 4  # 4 to 6, by consumer warpgroup: its four warps meet
     COMBINE = 7  # warpgroups that combine partials
     DEQUANT = 8  # the warpgroup that dequantizes in place
+    TENSOR_MEMORY = 9  # all consumer warps, before the first use of tensor memory and after the last
 
 
 class SoftmaxBarrier(enum.IntEnum):

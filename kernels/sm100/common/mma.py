@@ -3,7 +3,7 @@
 An instruction multiplies 32 bytes of each row of A and of each column of B: ``Mma.depth`` elements.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -80,6 +80,14 @@ class SharedOperand:
         """Return the operand in one of the stages."""
         address = self.start + stage * (self.rows * self.columns * HALFWORD_BYTES)
         return StagedOperand((address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING), self)
+
+    def from_row(self, row) -> "SharedOperand":
+        """Return the operand whose first row is ``row``, a multiple of 8."""
+        return replace(self, start=self.start + row * (self._offset(ATOM_ROWS, 0) // ATOM_ROWS))
+
+    def from_column(self, column: int) -> "SharedOperand":
+        """Return the operand whose first column is ``column``, a multiple of a column block."""
+        return replace(self, start=self.start + self._offset(0, column))
 
     def _offset(self, row: int, column: int) -> int:
         """Return the byte offset of a halfword in a stage, ignoring the swizzle."""

@@ -16,15 +16,14 @@ from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 
 COLUMNS_AT_ONCE = 16  # processed by a thread: with 32, roles of 56 and 96 registers spill more
 MOST_COLUMNS = 32  # of a load: kernels with 768 threads have no registers for 64
-ROW_COLUMNS_AT_ONCE = 32  # of an instruction that loads 16 rows
 
 
 @dsl_user_op
-def allocate(slot, ctas: int = 1, *, loc=None, ip=None) -> None:
-    """Allocate all columns, and write their address to shared memory at ``slot``. A whole warp calls this. With a pair
+def allocate(slot, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS, *, loc=None, ip=None) -> None:
+    """Allocate ``columns``, and write their address to shared memory at ``slot``. A whole warp calls this. With a pair
     of CTAs, both call it once both run: the PTX ISA asks the issuing warp to make sure of that."""
     cute.arch.inline_ptx(
-        f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {TENSOR_MEMORY_COLUMNS}; "
+        f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {columns}; "
         f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
         read_only_args=[slot],
         loc=loc,
@@ -33,10 +32,10 @@ def allocate(slot, ctas: int = 1, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def free(address, ctas: int = 1, *, loc=None, ip=None) -> None:
+def free(address, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS, *, loc=None, ip=None) -> None:
     """Free all columns. The warp that has allocated them calls this."""
     cute.arch.inline_ptx(
-        f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {TENSOR_MEMORY_COLUMNS};",
+        f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {columns};",
         read_only_args=[address],
         loc=loc,
         ip=ip,
@@ -90,16 +89,18 @@ def _load(address, columns: int, *, loc=None, ip=None):
 
 def load_rows(address, rows: RowFragment) -> None:
     """Load the columns of 16 rows, starting at ``address``, in the layout of wgmma's accumulators."""
-    for i, value in enumerate(_load_rows(address, rows.columns * rows.lanes_per_row)):
+    for i, value in enumerate(load_tile(address, rows.columns * rows.lanes_per_row)):
         rows.registers[i] = value
 
 
 @dsl_user_op
-def _load_rows(address, columns: int, *, loc=None, ip=None):
+def load_tile(address, columns: int, *, loc=None, ip=None):
+    """Load ``columns`` columns of 16 rows, starting at ``address``. Return a lane's values, in the order of wgmma's
+    accumulators."""
     text = ""
-    for first in range(0, columns, ROW_COLUMNS_AT_ONCE):
-        outputs = ", ".join(f"{{$w{(first + c) // 2}}}" for c in range(0, ROW_COLUMNS_AT_ONCE, 2))
-        text += f"tcgen05.ld.sync.aligned.16x256b.x{ROW_COLUMNS_AT_ONCE // 8}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
+    for first, count in _loads(columns):
+        outputs = ", ".join(f"{{$w{(first + c) // 2}}}" for c in range(0, count, 2))
+        text += f"tcgen05.ld.sync.aligned.16x256b.x{count // 8}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
     return cute.arch.inline_ptx(
         text + "tcgen05.wait::ld.sync.aligned;",
         write_only_types=[Float32] * (columns // 2),

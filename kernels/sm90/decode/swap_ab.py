@@ -342,10 +342,13 @@ class LeafAttend:
     main_loop: Any  # from the keys of a leaf to its node: WholeLeaf or TileByTile
     operands: type
 
+    def create_operands(self) -> Any:
+        return self.operands.create(self.kernel, self.tiles)
+
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring, part = self.rings.q, self.kernel.row_part()
-        operands = self.operands.create(self.kernel, self.tiles)
+        operands = self.create_operands()
         node = Node.of(operands.o, part.rows)
         step, work = self.leaves.first_step(), Int32(0)
         tile = self.work_queue.read(work)
