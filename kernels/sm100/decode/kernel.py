@@ -106,7 +106,8 @@ class TensorLeafOperands:
         if warp_in_warpgroup() == ISSUING_WARP:
             mma, depth = Mma(self.kernel.dtype, self.part.rows, MMA_ROWS), self.kernel.layout.depth[0]
             q = self.q.at(q_stage)
-            for i in cutlass.range_constexpr(self.leaf_tiles):
+            # Not unrolled: the compiler would compute all descriptors and barriers before the leaves, and spill.
+            for i in cutlass.range(self.leaf_tiles, unroll=1):
                 ring.wait_full(step + i)
                 tmem.after_signal()
                 with cute.arch.elect_one():
@@ -128,14 +129,14 @@ class TensorLeafOperands:
         """Issue O^T of a leaf. The products are still in flight on return."""
         if warp_in_warpgroup() == ISSUING_WARP:
             mma = Mma(self.kernel.dtype, self.part.rows, MMA_ROWS, m_major_a=True)
-            for i in cutlass.range_constexpr(self.leaf_tiles):
+            for i in cutlass.range(self.leaf_tiles, unroll=1):
                 ring.wait_full(step + i)
                 tmem.after_signal()
                 with cute.arch.elect_one():
                     stage, p = ring.stage(step + i), self.p.at(i)
                     for block in cutlass.range_constexpr(self.kernel.layout.columns[1] // BLOCK_COLUMNS):
                         v = self.v.from_column(block * BLOCK_COLUMNS).at(stage)
-                        issue(self._place("o") + block * self.part.rows, v, p, mma, (0, LEAF_TILE), i > 0)
+                        issue(self._place("o") + block * self.part.rows, v, p, mma, (0, LEAF_TILE), (i > 0).to(Int32))
                     tmem.commit(shared_address(ring.empty + stage))
             with cute.arch.elect_one():
                 tmem.commit(shared_address(self.o_ring.full_barrier(self._turn(step))))
