@@ -47,8 +47,101 @@ BUFFERS = 2  # tiles of operand A: one is multiplied while the next is dequantiz
 TILE_CORE_MATRICES = LANES // copy.ATOM_ROWS  # of V, that one ldmatrix loads
 
 
+class DequantOperandA:
+    """Mixin of operands whose K and V^T are dequantized into registers, in the order of operand A of wgmma. Q and P are
+    operand B in shared memory, in float16."""
+
+    exchange: WarpgroupExchange
+    first_row: Any  # of this warpgroup in the tile
+
+    def begin(self, q_ring, work) -> None:
+        """Rewrite this warpgroup's rows of Q in float16, in the order in which lanes read columns of K."""
+        g, t = place_in_warp()
+        m, stage = self.kernel.tile.m, q_ring.stage(work)
+        words = self.read_q(stage, self.first_row)
+        self.exchange.meet()  # every warp has read all rows
+        tile = self.q_tile + stage * (m * self.kernel.layout.q_columns * HALFWORD_BYTES)
+        for product in range(self.products):
+            self._write_q(tile, product, words[product], g, t)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.exchange.meet()
+
+    @cute.jit
+    def _write_q(self, tile, product: cutlass.Constexpr[int], words: list, g, t) -> None:
+        """Write eight rows, by one of the warps."""
+        if warp_in_warpgroup() == product % WARPS:
+            row = self.first_row + product * MMA_COLUMNS + g
+            for i in cutlass.range_constexpr(len(words)):
+                block, vector = divmod(i, copy.VECTORS_PER_ROW)
+                column_block = tile + block * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
+                shared_array(Uint32, copy.swizzled_vector(column_block, row, vector) + 4 * t)[0] = words[i]
+
+    def end(self, q_ring, work) -> None:
+        """Release Q after the segment's last product."""
+        q_ring.release(work)
+
+    def output(self) -> ColumnFragment:
+        return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
+
+    @property
+    def depth(self) -> int:
+        """Columns of K that products reduce over."""
+        return padded(self.kernel.layout.tile_dims[0])
+
+    @property
+    def blocks(self) -> int:
+        """Products of 64 columns of V."""
+        return cute.size(self.o) // (4 * self.products)
+
+    def finish_scores(self) -> None:
+        """Undo the scales of Q and K in the scores."""
+        if const_expr(self.kernel.dtype is BFloat16 or self.exponent != 0 or self.kernel.config.k_head_scales):
+            scores = self.scores()
+            for r in range(scores.rows):
+                for c in range(scores.columns):
+                    scores.set(r, c, scores.get(r, c) * self.row_factor[r])
+
+    def read_keys(self, words, stage) -> None:
+        """Dequantize a tile of K into ``words``: this warp's two core matrices of eight keys."""
+        g, t = place_in_warp()
+        depth, kind = 0, self.kernel.config.kv_type
+        first = warp_in_warpgroup() * (ColumnFragment.warp_columns // copy.ATOM_ROWS)
+        own = [(stage, first + i) for i in range(2)]
+        scales = self._key_scales(own)
+        for block in self.key_blocks:
+            rows = [self.rows(self.k_tile, 0, *core_matrix, block) for core_matrix in own]
+            part = self.element.bytes_of(block.key_part)
+            load_bytes = min(part, copy.VECTOR_BYTES)
+            for byte in range(0, part, load_bytes):
+                keys = [copy.load_shared(self._place(row, g, t, part, byte), load_bytes // 4) for row in rows]
+                for word in range(load_bytes // 4):
+                    factors = self._factors(scales, byte // 4 + word)
+                    wide = [dequantized(kind, key[word], factor) for key, factor in zip(keys, factors, strict=True)]
+                    for step in range(len(wide[0]) // 2):
+                        for half in range(2):
+                            for row in range(2):
+                                words[4 * depth + 2 * half + row] = wide[row][2 * step + half]
+                        depth += 1
+
+    def read_values(self, words, stage, block: int) -> None:
+        """Dequantize 64 columns of a tile of V into ``words``, for all keys. A warp has a vector of 16 columns, or half
+        of a vector of 32."""
+        vector, pair = divmod(block, self.columns.pairs)
+        for first in range(0, LEAF_TILE, LANES):
+            columns = self._columns(stage, first, vector)
+            for k in range(0, TILE_CORE_MATRICES, 2):
+                depth = (first + k * copy.ATOM_ROWS) // MMA_DEPTH
+                for half in range(2):
+                    for row in range(2):
+                        words[4 * depth + 2 * half + row] = columns[k + half][2 * pair + row]
+
+    def write_weights(self, p, scores, tile: int) -> None:
+        """Write P of a tile of keys in float16."""
+        write_weights(p, self.kernel.tile.m, Float16, scores, tile, self.first_row)
+
+
 @dataclass
-class WgmmaDequantOperands(DequantLeafOperands):
+class WgmmaDequantOperands(DequantOperandA, DequantLeafOperands):
     """Operands of a warpgroup. ``q`` and ``p`` are operand B in shared memory, in float16."""
 
     qk_mma: Any
@@ -90,82 +183,23 @@ class WgmmaDequantOperands(DequantLeafOperands):
             first_row=part.first_row,
         )
 
-    def begin(self, q_ring, work) -> None:
-        """Rewrite this warpgroup's rows of Q in float16, in the order in which lanes read columns of K."""
-        g, t = place_in_warp()
-        m, stage = self.kernel.tile.m, q_ring.stage(work)
-        words = self.read_q(stage, self.first_row)
-        self.exchange.meet()  # every warp has read all rows
-        tile = self.q_tile + stage * (m * self.kernel.layout.q_columns * HALFWORD_BYTES)
-        for product in range(self.products):
-            self._write_q(tile, product, words[product], g, t)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.exchange.meet()
-
-    @cute.jit
-    def _write_q(self, tile, product: cutlass.Constexpr[int], words: list, g, t) -> None:
-        """Write eight rows, by one of the warps."""
-        if warp_in_warpgroup() == product % WARPS:
-            row = self.first_row + product * MMA_COLUMNS + g
-            for i in cutlass.range_constexpr(len(words)):
-                block, vector = divmod(i, copy.VECTORS_PER_ROW)
-                column_block = tile + block * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
-                shared_array(Uint32, copy.swizzled_vector(column_block, row, vector) + 4 * t)[0] = words[i]
-
-    def end(self, q_ring, work) -> None:
-        """Release Q after the segment's last product."""
-        q_ring.release(work)
-
-    def output(self) -> ColumnFragment:
-        return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
-
     def multiply_keys(self, ring, step, q_stage) -> None:
         for i in range(self.leaf_tiles):
             operand = self.keys[i % BUFFERS]
             ring.wait_full(step + i)
             if i >= BUFFERS:
                 warpgroup.wait_group(BUFFERS - 1)
-            self._read_keys(operand, self._stage(ring, step, i))
+            self.read_keys(cute.recast_tensor(operand, Uint32), self._stage(ring, step, i))
             self._give_back(ring, [step + i])
             q = self.q[None, None, None, q_stage]
-            issue_mma(self.qk_mma, self._accumulators(self.s, i), operand, q, self._depth, False)
+            issue_mma(self.qk_mma, self._accumulators(self.s, i), operand, q, self.depth, False)
         warpgroup.wait_group(0)
-        if const_expr(self.kernel.dtype is BFloat16 or self.exponent != 0 or self.kernel.config.k_head_scales):
-            scores = self.scores()
-            for r in range(scores.rows):
-                for c in range(scores.columns):
-                    scores.set(r, c, scores.get(r, c) * self.row_factor[r])
-
-    @property
-    def _depth(self) -> int:
-        return padded(self.kernel.layout.tile_dims[0])
+        self.finish_scores()
 
     def _accumulators(self, registers, i: int):
         """Return the accumulators of 64 keys or columns: a lane's registers in the order of wgmma."""
         layout = cute.make_layout(self.qk_mma.get_slice(0).partition_shape_C((WARPGROUP_ROWS, 8 * self.products)))
         return cute.make_tensor(registers.iterator + i * cute.size(layout), layout)
-
-    def _read_keys(self, operand, stage) -> None:
-        """Dequantize a tile of K: this warp's two core matrices of eight keys."""
-        g, t = place_in_warp()
-        words, depth, kind = cute.recast_tensor(operand, Uint32), 0, self.kernel.config.kv_type
-        first = warp_in_warpgroup() * (ColumnFragment.warp_columns // copy.ATOM_ROWS)
-        for block in self.key_blocks:
-            rows = [self.rows(self.k_tile, 0, stage, first + i, block) for i in range(2)]
-            part = self.element.bytes_of(block.key_part)
-            load_bytes = min(part, copy.VECTOR_BYTES)
-            for byte in range(0, part, load_bytes):
-                keys = [copy.load_shared(self._place(row, g, t, part, byte), load_bytes // 4) for row in rows]
-                for pair in zip(*keys, strict=True):
-                    wide = [dequantized(kind, word) for word in pair]
-                    for half in range(2):
-                        for row in range(2):
-                            words[4 * depth + 2 * half + row] = wide[row][half]
-                    depth += 1
-
-    def write_weights(self, p, scores, tile: int) -> None:
-        """Write P of a tile of keys in float16."""
-        write_weights(p, self.kernel.tile.m, Float16, scores, tile, self.first_row)
 
     def prepare_values(self, ring, step) -> None:
         """Make P in shared memory visible to the tensor cores, before the warps meet."""
@@ -173,29 +207,17 @@ class WgmmaDequantOperands(DequantLeafOperands):
 
     def multiply_values(self, ring, step) -> None:
         """Add O^T of a leaf. The products of its last tiles are still in flight on return."""
-        blocks = len(self.values[0])
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
             if i >= BUFFERS:
-                warpgroup.wait_group(blocks * (BUFFERS - 1))
+                warpgroup.wait_group(self.blocks * (BUFFERS - 1))
             stage = self._stage(ring, step, i)
             for block, operand in enumerate(self.values[i % BUFFERS]):
-                self._read_values(operand, stage, block)
+                self.read_values(cute.recast_tensor(operand, Uint32), stage, block)
             self._give_back(ring, [step + i])
             for block, operand in enumerate(self.values[i % BUFFERS]):
                 p = self.p[None, None, None, i]
                 issue_mma(self.pv_mma, self._accumulators(self.o, block), operand, p, LEAF_TILE, True)
-
-    def _read_values(self, operand, stage, block: int) -> None:
-        """Dequantize 64 columns of a tile of V: this warp's vector of sixteen, for all keys."""
-        words, vector = cute.recast_tensor(operand, Uint32), block
-        for first in range(0, LEAF_TILE, LANES):
-            columns = self._columns(stage, first, vector)
-            for k in range(0, TILE_CORE_MATRICES, 2):
-                depth = (first + k * copy.ATOM_ROWS) // MMA_DEPTH
-                for half in range(2):
-                    for row in range(2):
-                        words[4 * depth + 2 * half + row] = columns[k + half][row]
 
     def finish_values(self, ring, step) -> None:
         """Wait until O^T is complete."""
