@@ -204,8 +204,8 @@ class Rings:
     """Rings of a kernel by the name of their edge, and None for edges that the kernel does not have.
 
     K and V of MLA are the left and right halves of a key. Loaded and converted tiles are the tiles before and after
-    dequantization or a transpose, see each kernel's edges. Relayed tiles are the tiles of the other CTA of a pair, see
-    ``sm100/common/pair.py``.
+    dequantization or a transpose, see each kernel's edges. Operand A is dequantized K or V^T in tensor memory. Relayed
+    tiles are the tiles of the other CTA of a pair, see ``sm100/common/pair.py``.
     """
 
     q: Ring
@@ -217,6 +217,7 @@ class Rings:
     converted_k: Ring | None = None
     converted_v: Ring | None = None
     partial: Ring | None = None
+    a: Ring | None = None
     leaf: Ring | None = None
     s: Ring | None = None
     p: Ring | None = None

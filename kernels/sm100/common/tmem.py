@@ -123,6 +123,27 @@ def store_words(address, words, *, loc=None, ip=None) -> None:
     )
 
 
+def store_tile(address, words) -> None:
+    """Store 16 rows of 32-bit values, starting at ``address``, from registers in the order of wgmma's operand A. A
+    lane has two values of each four columns. Call :func:`wait_stores` before another thread reads them."""
+    count, first = cute.size(words), 0
+    while first < count:
+        part = power_of_two_in(count - first)
+        _store_tile(address + 2 * first, [words[first + i] for i in range(part)])
+        first += part
+
+
+@dsl_user_op
+def _store_tile(address, words: list, *, loc=None, ip=None) -> None:
+    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
+    cute.arch.inline_ptx(
+        f"tcgen05.st.sync.aligned.16x128b.x{len(words) // 2}.b32 [{{$r0}}], {{{operands}}};",
+        read_only_args=[address, *words],
+        loc=loc,
+        ip=ip,
+    )
+
+
 @dsl_user_op
 def wait_stores(*, loc=None, ip=None) -> None:
     cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;", loc=loc, ip=ip)

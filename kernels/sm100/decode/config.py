@@ -8,36 +8,67 @@ from typing import ClassVar
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Traits
 from hopwell.kernels.config.decode import DecodeConfig, tiles_with_tree
-from hopwell.kernels.sm100.common.resources import Columns
+from hopwell.kernels.config.splitting import LEAF_TILE
+from hopwell.kernels.hardware import ARCHITECTURES
+from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS, Columns
+
+LEAST_COLUMNS = 32  # of an allocation, which is a power of two
 
 
 @dataclass(frozen=True)
 class Sm100DecodeConfig(DecodeConfig):
     """A decode kernel whose S and O are in tensor memory until they are complete. Leaves, tree and registers are those
-    of Hopper's kernels, so results have the same bits."""
+    of Hopper's kernels with a tree. Keys and values of 8 and 4 bits are dequantized into tensor memory."""
 
     instruction_in_name: ClassVar[str] = "tcgen05"
 
     @classmethod
     def refusal(cls, traits: Traits, arch: str) -> str | None:
         most = max(tiles_with_tree(traits.dims[0], traits.kv_type), default=0)
-        if traits.kv_type is not KvType.WIDE:
-            return f"there is no tcgen05 decode kernel for {arch} with a cache of {traits.kv_type.value}"
         if traits.rows > most:
             return f"there is no tcgen05 decode kernel for {arch} with {traits.rows} packed rows; most: {most}"
         return super().refusal(traits, arch)
 
     @property
+    def matrix_instruction(self) -> str:
+        return ARCHITECTURES[self.arch].matrix_instruction
+
+    @property
+    def value_blocks(self) -> int:
+        """Products of 64 columns of V."""
+        return -(-self.head_dim_v // BLOCK_COLUMNS)
+
+    @property
+    def operand_columns(self) -> int:
+        """Columns of tensor memory of a tile of K or V as operand A; a column has two 16-bit elements."""
+        k_columns = -(-self.layout.tile_dims[0] // BLOCK_COLUMNS) * BLOCK_COLUMNS
+        return max(k_columns, self.value_blocks * LEAF_TILE) // 2
+
+    @property
+    def operand_buffers(self) -> int:
+        """Buffers of operand A of a warpgroup: one is multiplied while the next is dequantized, if there is room."""
+        if self.kv_type is KvType.WIDE:
+            return 0
+        used = self.rows * (self.leaf_tiles + self.value_blocks)
+        tile = self.operand_columns * self.consumer_warpgroups
+        return 2 if used + 2 * tile <= TENSOR_MEMORY_COLUMNS // self.ctas_per_sm else 1
+
+    @property
     def columns(self) -> Columns:
-        """Columns of tensor memory: scores of the tiles of a leaf, and O in parts of 64 columns of V, for each row."""
-        parts = self.layout.columns[1] // BLOCK_COLUMNS
-        return Columns(dict(s=self.rows * self.leaf_tiles, o=self.rows * parts))
+        """Columns of tensor memory: scores of the tiles of a leaf, and O in parts of 64 columns of V, for each row; and
+        buffers of operand A."""
+        buffers = self.operand_buffers * self.consumer_warpgroups
+        return Columns(
+            dict(s=self.rows * self.leaf_tiles, o=self.rows * self.value_blocks, a=buffers * self.operand_columns)
+        )
 
     @property
     def allocated_columns(self) -> int:
-        """Columns to allocate: a power of two from 32 on."""
-        return max(1 << (self.columns.total - 1).bit_length(), 32)
+        """Columns to allocate: a power of two."""
+        return max(1 << (self.columns.total - 1).bit_length(), LEAST_COLUMNS)
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
         yield from super().constraints()
-        yield self.columns.constraint
+        most = TENSOR_MEMORY_COLUMNS // self.ctas_per_sm
+        reason = f"{self.ctas_per_sm} CTAs of an SM have {most} columns of tensor memory each, not {self.columns.total}"
+        yield self.columns.total <= most, reason

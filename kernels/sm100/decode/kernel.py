@@ -5,41 +5,42 @@ accumulator with M = 64 is in the first 16 lanes of each warp. ``tcgen05.ld.16x2
 which wgmma has it. So softmax, masks, the tree, stream-K and the output are Hopper's code.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.combine.tree import RowPart
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
-from hopwell.kernels.parts.core.pipeline import Edge, Reader, Ring, Rings, Roles
+from hopwell.kernels.parts.core.pipeline import Edge, Reader, Rings, Roles
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS
+from hopwell.kernels.parts.rows.softmax import HalfLeafSoftmax, HalfSoftmax
 from hopwell.kernels.sm90.common.kernel import LOAD_ROLES
 from hopwell.kernels.sm90.decode.base import DecodeKernel, argument_types
+from hopwell.kernels.sm90.decode.dequant_swap_ab import VectorOutput
 from hopwell.kernels.sm90.decode.leaves import STATE_BYTES, LeafTree, write_weights
 from hopwell.kernels.sm90.decode.loads import KvLoads
 from hopwell.kernels.sm90.decode.swap_ab import AccumulatedLeaves, LeafAttend, LeafProducts, SwapABTree, WholeLeaf
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, issue
+from hopwell.kernels.sm100.decode.accumulators import ISSUING_WARP, MMA_ROWS, Accumulators
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
-
-MMA_ROWS = 64  # keys, or columns of V, of a matrix instruction
-ISSUING_WARP = 0  # of a warpgroup
+from hopwell.kernels.sm100.decode.dequant import TensorDequantOperands
 
 
 @device_struct
 class TensorLeafOperands:
     """Operands of a warpgroup's products of a leaf: K, Q, V and P in shared memory, S and O in tensor memory, and in
-    registers once they are complete. One thread of the warpgroup issues the products."""
+    registers once they are complete."""
 
     kernel: Any  # configuration only
     q: SharedOperand
@@ -48,14 +49,11 @@ class TensorLeafOperands:
     p: SharedOperand
     s: Any  # scores of the tiles of a leaf in registers, in the order of wgmma's accumulators
     o: Any
-    s_ring: Ring  # a stage for each warpgroup
-    o_ring: Ring
-    tensor_memory: Int32
-    part: RowPart
+    accumulators: Accumulators
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, rings: Rings, tensor_memory) -> "TensorLeafOperands":
-        c, m, n, part = kernel.config, kernel.tile.m, kernel.tile.n, kernel.row_part()
+    def create(kernel, tiles: SharedTiles, rings: Rings, accumulators: Accumulators) -> "TensorLeafOperands":
+        c, m, n, part = kernel.config, kernel.tile.m, kernel.tile.n, accumulators.part
         columns_first, (qk_columns, v_columns) = kernel.source.columns_first, c.layout.columns
         return TensorLeafOperands(
             kernel,
@@ -64,30 +62,18 @@ class TensorLeafOperands:
             v=SharedOperand.of(tiles.v, n, v_columns, columns_first, reduces_rows=True),
             p=SharedOperand.of(tiles.p, m, LEAF_TILE, columns_first=False).from_row(part.first_row),
             s=cute.make_rmem_tensor(part.rows * c.leaf_tiles // 2, Float32),
-            o=cute.make_rmem_tensor(part.rows * (v_columns // BLOCK_COLUMNS) // 2, Float32),
-            s_ring=rings.s,
-            o_ring=rings.o,
-            tensor_memory=tensor_memory,
-            part=part,
+            o=cute.make_rmem_tensor(part.rows * c.value_blocks // 2, Float32),
+            accumulators=accumulators,
         )
 
     @property
     def products(self) -> int:
         """Products of 8 rows, side by side."""
-        return self.part.rows // MMA_COLUMNS
+        return self.accumulators.rows // MMA_COLUMNS
 
     @property
     def leaf_tiles(self) -> int:
         return self.kernel.config.leaf_tiles
-
-    def _place(self, name: str) -> Int32:
-        """Return the address of this warpgroup's S or O in tensor memory."""
-        columns, warpgroups = self.kernel.config.columns, self.part.warpgroups
-        return self.tensor_memory + columns.first(name) + self.part.index * (columns.widths[name] // warpgroups)
-
-    def _turn(self, step):
-        """Return the step in rings with a stage for each warpgroup; ``step`` counts tiles."""
-        return step // self.leaf_tiles * self.part.warpgroups + self.part.index
 
     def begin(self, q_ring, work) -> None:
         """Do nothing: Q of a segment stays in shared memory."""
@@ -99,26 +85,25 @@ class TensorLeafOperands:
     def multiply_keys(self, ring, step, q_stage) -> None:
         """Compute S^T of a leaf; ``step`` is the number of its first tile."""
         self._issue_scores(ring, step, q_stage)
-        self._take(self.s_ring, step, "s", self.s, adds=False)
+        self.accumulators.take_s(step, self.s)
 
     @cute.jit
     def _issue_scores(self, ring, step, q_stage):
         if warp_in_warpgroup() == ISSUING_WARP:
-            mma, depth = Mma(self.kernel.dtype, self.part.rows, MMA_ROWS), self.kernel.layout.depth[0]
-            q = self.q.at(q_stage)
+            place, rows = self.accumulators.place("s"), self.accumulators.rows
+            mma, depth, q = Mma(self.kernel.dtype, rows, MMA_ROWS), self.kernel.layout.depth[0], self.q.at(q_stage)
             # Not unrolled: the compiler would compute all descriptors and barriers before the leaves, and spill.
             for i in cutlass.range(self.leaf_tiles, unroll=1):
                 ring.wait_full(step + i)
                 tmem.after_signal()
                 with cute.arch.elect_one():
-                    issue(self._place("s") + i * self.part.rows, self.k.at(ring.stage(step + i)), q, mma, (0, depth))
+                    issue(place + i * rows, self.k.at(ring.stage(step + i)), q, mma, (0, depth))
                     tmem.commit(shared_address(ring.empty + ring.stage(step + i)))
-            with cute.arch.elect_one():
-                tmem.commit(shared_address(self.s_ring.full_barrier(self._turn(step))))
+            self.accumulators.signal(self.accumulators.s_ring, step)
 
     def write_weights(self, p, scores, tile: int) -> None:
         """Write P of a tile of keys to ``p`` in shared memory, as tile number ``tile``."""
-        write_weights(p, self.kernel.tile.m, self.kernel.dtype, scores, tile, self.part.first_row)
+        write_weights(p, self.kernel.tile.m, self.kernel.dtype, scores, tile, self.accumulators.part.first_row)
 
     def prepare_values(self, rings, step) -> None:
         """Make P in shared memory visible to the tensor cores, before the warps meet."""
@@ -128,31 +113,22 @@ class TensorLeafOperands:
     def multiply_values(self, ring, step):
         """Issue O^T of a leaf. The products are still in flight on return."""
         if warp_in_warpgroup() == ISSUING_WARP:
-            mma = Mma(self.kernel.dtype, self.part.rows, MMA_ROWS, m_major_a=True)
+            place, rows = self.accumulators.place("o"), self.accumulators.rows
+            mma = Mma(self.kernel.dtype, rows, MMA_ROWS, m_major_a=True)
             for i in cutlass.range(self.leaf_tiles, unroll=1):
                 ring.wait_full(step + i)
                 tmem.after_signal()
                 with cute.arch.elect_one():
                     stage, p = ring.stage(step + i), self.p.at(i)
-                    for block in cutlass.range_constexpr(self.kernel.layout.columns[1] // BLOCK_COLUMNS):
+                    for block in cutlass.range_constexpr(self.kernel.config.value_blocks):
                         v = self.v.from_column(block * BLOCK_COLUMNS).at(stage)
-                        issue(self._place("o") + block * self.part.rows, v, p, mma, (0, LEAF_TILE), (i > 0).to(Int32))
+                        issue(place + block * rows, v, p, mma, (0, LEAF_TILE), (i > 0).to(Int32))
                     tmem.commit(shared_address(ring.empty + stage))
-            with cute.arch.elect_one():
-                tmem.commit(shared_address(self.o_ring.full_barrier(self._turn(step))))
+            self.accumulators.signal(self.accumulators.o_ring, step)
 
     def finish_values(self, ring, step) -> None:
         """Wait for O^T of a leaf, and load or add it."""
-        self._take(self.o_ring, step, "o", self.o, adds=self.kernel.config.accumulated_levels > 0)
-
-    def _take(self, ring: Ring, step, name: str, registers, adds: bool) -> None:
-        """Load an accumulator once its products are done. The warps meet before products overwrite it."""
-        ring.wait_full(self._turn(step))
-        tmem.after_signal()
-        place = tmem.row_address(self._place(name), 0)
-        for i, value in enumerate(tmem.load_tile(place, 2 * cute.size(registers))):
-            registers[i] = registers[i] + value if adds else value
-        tmem.before_signal()
+        self.accumulators.take_o(step, self.o)
 
     def scores(self) -> ColumnFragment:
         """Return the scores of all tiles; a warp has 16 keys of each tile."""
@@ -174,8 +150,10 @@ class TensorLeafAttend(LeafAttend):
 
     tensor_memory: Int32
 
-    def create_operands(self) -> TensorLeafOperands:
-        return self.operands.create(self.kernel, self.tiles, self.rings, self.tensor_memory)
+    def create_operands(self) -> Any:
+        rings, part = self.rings, self.kernel.row_part()
+        accumulators = Accumulators(self.kernel, rings.s, rings.o, self.tensor_memory, part)
+        return self.operands.create(self.kernel, self.tiles, rings, accumulators)
 
 
 class DecodeSm100(SwapABTree, DecodeKernel):
@@ -194,14 +172,17 @@ class DecodeSm100(SwapABTree, DecodeKernel):
 
     Edges
         q       load_q -> attend      released after the segment's last leaf
-        k       load_k -> issue       released when the tile's S has been computed
-        v       load_v -> issue       released when the tile's product has been added to O
+        k       load_k -> issue       released when the tile's S has been computed; 8-bit and 4-bit tiles go to attend,
+                                      which releases them when they are in registers
+        v       load_v -> issue       released when the tile's product has been added to O; likewise
         work    schedule -> all       released as soon as it has been read
         s, o    issue -> attend       full when the products of a leaf are done, with a stage for each warpgroup. They
                                       are not released: the warps meet before the next products are issued
+        a       attend -> issue       dequantized tiles of K and V in tensor memory, for each warpgroup; see dequant.py
 
     Tensor memory: S has a column for each row and tile of a leaf, O one for each row and 64 columns of V. With 8 rows
-    at head dim 128 they take 32 columns, and with 64 rows 384.
+    at head dim 128 they take 32 columns, and with 64 rows 384. A dequantized tile takes a column for each two columns
+    of K, or for each two keys and 64 columns of V.
 
     Steady state: memory is the limit. A leaf is two tiles, A and B, or four.
 
@@ -210,23 +191,23 @@ class DecodeSm100(SwapABTree, DecodeKernel):
         attend         |    waits    | load S | P of both | meet |          waits           | load O | nodes | waits
     """
 
-    products = LeafProducts(TensorLeafOperands, Reader.TENSOR_CORES)
-    reader = Reader.TENSOR_CORES
-
-    def __init__(self, config: Sm100DecodeConfig):
-        self.loads = KvLoads(self)
+    def __init__(self, config: Sm100DecodeConfig, products: LeafProducts):
+        self.products, self.reader, self.loads = products, products.reader, KvLoads(self)
         super().__init__(config)
 
     @property
     def roles(self) -> dict[str, int]:
         warpgroups = self.config.consumer_warpgroups
-        attend = {"attend": self.storing_warps, "issue": 1, "issue of all": warpgroups}
+        attend = {"attend": self.storing_warps, "attend of one": WARPS, "issue": 1, "issue of all": warpgroups}
         return {**LOAD_ROLES, **attend, "all others": WARPS * len(self.config.registers) - 1}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
-        issuing, warpgroups = ("issue of all", self.reader), self.config.consumer_warpgroups
-        products = (roles.edge(name, "issue", "attend", warpgroups) for name in ("s", "o"))
-        return self.q_edge(roles), *self._kv_edges(roles, issuing, issuing), self._work_edge(roles), *products
+        consumer = ("issue of all" if self.reader is Reader.TENSOR_CORES else "attend", self.reader)
+        warpgroups, buffers = self.config.consumer_warpgroups, self.config.operand_buffers
+        edges = [roles.edge(name, "issue", "attend", warpgroups) for name in ("s", "o")]
+        if buffers:
+            edges.append(roles.edge("a", "attend of one", "issue", buffers * warpgroups))
+        return self.q_edge(roles), *self._kv_edges(roles, consumer, consumer), self._work_edge(roles), *edges
 
     def load(
         self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale
@@ -277,6 +258,13 @@ class DecodeSm100(SwapABTree, DecodeKernel):
         cute.arch.barrier(barrier_id=NamedBarrier.TENSOR_MEMORY, number_of_threads=threads)
 
 
+WIDE = LeafProducts(TensorLeafOperands, Reader.TENSOR_CORES)
+DEQUANT = LeafProducts(TensorDequantOperands, Reader.SYNCED_LANES, HalfLeafSoftmax, VectorOutput)
+
+
 def build(config: Sm100DecodeConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    return DecodeSm100(config), example_arguments(argument_types(config), floats=3)
+    products = WIDE if config.kv_type is KvType.WIDE else DEQUANT
+    if config.accumulated_levels and products is DEQUANT:
+        products = replace(DEQUANT, softmax=HalfSoftmax)
+    return DecodeSm100(config, products), example_arguments(argument_types(config), floats=3)

@@ -1,0 +1,149 @@
+"""Operands of leaves over 8-bit and 4-bit caches: K and V^T are dequantized into tensor memory, as operand A.
+
+``tcgen05.st.16x128b`` stores registers in the order of wgmma's operand A. So the dequantization is the code of Hopper's
+kernels with drafts. A key is dequantized once in a warpgroup, and its 16-bit elements never pass through shared memory.
+
+Steady state: memory is the limit. A leaf is four tiles, A to D, and operand A has one or two buffers.
+
+    memory         | K of A' to D'                               | V of A' to D'                     | ...
+    tensor cores   |      | S(A) | S(B) | S(C) | S(D) |          |      | O = P V (A) | O += P V (B) | ...
+    attend         | K(A) | K(B) | K(C) | K(D) | softmax, P, sync | V(A) | V(B) | V(C) | V(D) | nodes |  waits
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Uint32
+
+from hopwell.kernels.config.splitting import LEAF_TILE
+from hopwell.kernels.parts.core.device import shared_address, warp_in_warpgroup
+from hopwell.kernels.parts.core.kernel import SharedTiles
+from hopwell.kernels.parts.core.pipeline import Ring, Rings
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS
+from hopwell.kernels.sm90.decode.dequant_products import DequantProducts
+from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantLeafOperands, WarpColumns
+from hopwell.kernels.sm90.decode.dequant_wgmma import DequantOperandA
+from hopwell.kernels.sm90.decode.leaves import WarpgroupExchange
+from hopwell.kernels.sm100.common import tmem
+from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, issue
+from hopwell.kernels.sm100.decode.accumulators import ISSUING_WARP, MMA_ROWS, Accumulators
+
+VALUE_COLUMNS = LEAF_TILE // 2  # tensor-memory columns of 64 columns of V of a tile
+
+
+@dataclass
+class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
+    """Operands of a warpgroup. ``q`` and ``p`` are operand B in shared memory, in float16."""
+
+    p: SharedOperand
+    accumulators: Accumulators
+    a_ring: Ring  # buffers of operand A, see :meth:`_turn`
+    exchange: WarpgroupExchange
+    first_row: Any  # of this warpgroup in the tile
+
+    @staticmethod
+    def create(kernel, tiles: SharedTiles, rings: Rings, accumulators: Accumulators) -> "TensorDequantOperands":
+        config, m, part = kernel.config, kernel.tile.m, accumulators.part
+        products, blocks = part.rows // MMA_COLUMNS, config.value_blocks
+        q = SharedOperand.of(tiles.q, m, kernel.layout.q_columns, columns_first=False)
+        p = SharedOperand.of(tiles.p, m, LEAF_TILE, columns_first=False)
+        return TensorDequantOperands(
+            **DequantProducts.fields(kernel, tiles, products) | dict(q=q.from_row(part.first_row)),
+            p_tile=shared_address(tiles.p.iterator),
+            s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
+            o=cute.make_rmem_tensor(4 * products * blocks, Float32),
+            leaf_tiles=kernel.step_tiles,
+            at_once=1,
+            columns=WarpColumns.of(config),
+            p=p.from_row(part.first_row),
+            accumulators=accumulators,
+            a_ring=rings.a,
+            exchange=kernel.exchange(tiles),
+            first_row=part.first_row,
+        )
+
+    def _turn(self, step, i: int):
+        """Return the step in the ring of operand A. It counts K of the leaf's tiles, then V, for all warpgroups in
+        turn. ``step`` is the number of the leaf's first tile."""
+        part = self.accumulators.part
+        return (2 * step + i) * part.warpgroups + part.index
+
+    def _buffer(self, turn, block: int = 0) -> Int32:
+        config = self.kernel.config
+        first = config.columns.first("a") + block * VALUE_COLUMNS
+        return self.accumulators.tensor_memory + first + self.a_ring.stage(turn) * config.operand_columns
+
+    def _hand_over(self, turn) -> None:
+        """Hand operand A over to the issuing thread."""
+        tmem.wait_stores()
+        tmem.before_signal()
+        self.a_ring.fill(turn)
+
+    def multiply_keys(self, ring, step, q_stage) -> None:
+        """Compute S^T of a leaf; ``step`` is the number of its first tile."""
+        words = cute.make_rmem_tensor(self.depth // 4, Uint32)
+        for i in range(self.leaf_tiles):
+            turn = self._turn(step, i)
+            ring.wait_full(step + i)
+            self.read_keys(words, self._stage(ring, step, i))
+            self._give_back(ring, [step + i])
+            self.a_ring.wait_empty(turn)
+            tmem.after_signal()
+            tmem.store_tile(tmem.row_address(self._buffer(turn), 0), words)
+            self._hand_over(turn)
+            self._issue_scores(i, turn, step, q_stage)
+        self.accumulators.take_s(step, self.s)
+        self.finish_scores()
+
+    @cute.jit
+    def _issue_scores(self, i: cutlass.Constexpr[int], turn, step, q_stage):
+        if warp_in_warpgroup() == ISSUING_WARP:
+            rows = self.accumulators.rows
+            self.a_ring.wait_full(turn)
+            tmem.after_signal()
+            with cute.arch.elect_one():
+                place, a = self.accumulators.place("s") + i * rows, TensorOperand(self._buffer(turn))
+                issue(place, a, self.q.at(q_stage), Mma(Float16, rows, MMA_ROWS), (0, self.depth))
+                tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
+            if cutlass.const_expr(i == self.leaf_tiles - 1):
+                self.accumulators.signal(self.accumulators.s_ring, step)
+
+    def prepare_values(self, ring, step) -> None:
+        """Rearrange the block scales of V, if there are any, and make P visible to the tensor cores."""
+        DequantLeafOperands.prepare_values(self, ring, step)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def multiply_values(self, ring, step) -> None:
+        """Issue O^T of a leaf. The products are still in flight on return."""
+        words = cute.make_rmem_tensor(LEAF_TILE // 4, Uint32)
+        for i in range(self.leaf_tiles):
+            turn, stage = self._turn(step, self.leaf_tiles + i), self._stage(ring, step, i)
+            ring.wait_full(step + i)
+            self.a_ring.wait_empty(turn)
+            tmem.after_signal()
+            for block in range(self.blocks):
+                self.read_values(words, stage, block)
+                tmem.store_tile(tmem.row_address(self._buffer(turn, block), 0), words)
+            self._give_back(ring, [step + i])
+            self._hand_over(turn)
+            self._issue_values(i, turn, step)
+
+    @cute.jit
+    def _issue_values(self, i: cutlass.Constexpr[int], turn, step):
+        if warp_in_warpgroup() == ISSUING_WARP:
+            rows = self.accumulators.rows
+            self.a_ring.wait_full(turn)
+            tmem.after_signal()
+            with cute.arch.elect_one():
+                for block in cutlass.range_constexpr(self.blocks):
+                    place, a = self.accumulators.place("o") + block * rows, TensorOperand(self._buffer(turn, block))
+                    issue(place, a, self.p.at(i), Mma(Float16, rows, MMA_ROWS), (0, LEAF_TILE), i > 0)
+                tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
+            if cutlass.const_expr(i == self.leaf_tiles - 1):
+                self.accumulators.signal(self.accumulators.o_ring, step)
+
+    def finish_values(self, ring, step) -> None:
+        """Wait for O^T of a leaf, and load or add it."""
+        self.accumulators.take_o(step, self.o, 2.0**-self.exponent)
