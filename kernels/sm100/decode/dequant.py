@@ -64,7 +64,7 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
             first_row=part.first_row,
         )
 
-    def _turn(self, step, i: int):
+    def _turn(self, step, i):
         """Return the step in the ring of operand A. It counts K of the leaf's tiles, then V, for all warpgroups in
         turn. ``step`` is the number of the leaf's first tile."""
         part = self.accumulators.part
@@ -83,9 +83,19 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
 
     def multiply_keys(self, ring, step, q_stage) -> None:
         """Compute S^T of a leaf; ``step`` is the number of its first tile."""
-        words = cute.make_rmem_tensor(self.depth // 4, Uint32)
-        for i in range(self.leaf_tiles):
-            turn = self._turn(step, i)
+        self._issue_scores(ring, step, q_stage)
+        self.accumulators.take_s(step, self.s)
+        self.finish_scores()
+
+    # Loops over tiles are not unrolled: the compiler would compute addresses and descriptors before the leaves, and
+    # spill.
+
+    @cute.jit
+    def _issue_scores(self, ring, step, q_stage):
+        """Dequantize K of a leaf and issue S^T."""
+        rows, is_issuing = self.accumulators.rows, warp_in_warpgroup() == ISSUING_WARP
+        for i in cutlass.range(self.leaf_tiles, unroll=1):
+            turn, words = self._turn(step, i), cute.make_rmem_tensor(self.depth // 4, Uint32)
             ring.wait_full(step + i)
             self.read_keys(words, self._stage(ring, step, i))
             self._give_back(ring, [step + i])
@@ -93,56 +103,47 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
             tmem.after_signal()
             tmem.store_tile(tmem.row_address(self._buffer(turn), 0), words)
             self._hand_over(turn)
-            self._issue_scores(i, turn, step, q_stage)
-        self.accumulators.take_s(step, self.s)
-        self.finish_scores()
-
-    @cute.jit
-    def _issue_scores(self, i: cutlass.Constexpr[int], turn, step, q_stage):
-        if warp_in_warpgroup() == ISSUING_WARP:
-            rows = self.accumulators.rows
-            self.a_ring.wait_full(turn)
-            tmem.after_signal()
-            with cute.arch.elect_one():
-                place, a = self.accumulators.place("s") + i * rows, TensorOperand(self._buffer(turn))
-                issue(place, a, self.q.at(q_stage), Mma(Float16, rows, MMA_ROWS), (0, self.depth))
-                tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
-            if cutlass.const_expr(i == self.leaf_tiles - 1):
-                self.accumulators.signal(self.accumulators.s_ring, step)
+            if is_issuing:
+                self.a_ring.wait_full(turn)
+                tmem.after_signal()
+                with cute.arch.elect_one():
+                    place, a = self.accumulators.place("s") + i * rows, TensorOperand(self._buffer(turn))
+                    issue(place, a, self.q.at(q_stage), Mma(Float16, rows, MMA_ROWS), (0, self.depth))
+                    tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
+        if is_issuing:
+            self.accumulators.signal(self.accumulators.s_ring, step)
 
     def prepare_values(self, ring, step) -> None:
         """Rearrange the block scales of V, if there are any, and make P visible to the tensor cores."""
         DequantLeafOperands.prepare_values(self, ring, step)
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def multiply_values(self, ring, step) -> None:
-        """Issue O^T of a leaf. The products are still in flight on return."""
-        words = cute.make_rmem_tensor(LEAF_TILE // 4, Uint32)
-        for i in range(self.leaf_tiles):
+    @cute.jit
+    def multiply_values(self, ring, step):
+        """Dequantize V of a leaf and issue O^T. The products are still in flight on return."""
+        rows, is_issuing = self.accumulators.rows, warp_in_warpgroup() == ISSUING_WARP
+        for i in cutlass.range(self.leaf_tiles, unroll=1):
             turn, stage = self._turn(step, self.leaf_tiles + i), self._stage(ring, step, i)
             ring.wait_full(step + i)
             self.a_ring.wait_empty(turn)
             tmem.after_signal()
-            for block in range(self.blocks):
+            for block in cutlass.range_constexpr(self.blocks):
+                words = cute.make_rmem_tensor(LEAF_TILE // 4, Uint32)
                 self.read_values(words, stage, block)
                 tmem.store_tile(tmem.row_address(self._buffer(turn, block), 0), words)
             self._give_back(ring, [step + i])
             self._hand_over(turn)
-            self._issue_values(i, turn, step)
-
-    @cute.jit
-    def _issue_values(self, i: cutlass.Constexpr[int], turn, step):
-        if warp_in_warpgroup() == ISSUING_WARP:
-            rows = self.accumulators.rows
-            self.a_ring.wait_full(turn)
-            tmem.after_signal()
-            with cute.arch.elect_one():
-                for block in cutlass.range_constexpr(self.blocks):
-                    place, a = self.accumulators.place("o") + block * rows, TensorOperand(self._buffer(turn, block))
-                    issue(place, a, self.p.at(i), Mma(Float16, rows, MMA_ROWS), (0, LEAF_TILE), i > 0)
-                tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
-            if cutlass.const_expr(i == self.leaf_tiles - 1):
-                self.accumulators.signal(self.accumulators.o_ring, step)
+            if is_issuing:
+                self.a_ring.wait_full(turn)
+                tmem.after_signal()
+                with cute.arch.elect_one():
+                    for block in cutlass.range_constexpr(self.blocks):
+                        place, a = self.accumulators.place("o") + block * rows, TensorOperand(self._buffer(turn, block))
+                        mma = Mma(Float16, rows, MMA_ROWS)
+                        issue(place, a, self.p.at(i), mma, (0, LEAF_TILE), (i > 0).to(Int32))
+                    tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
+        if is_issuing:
+            self.accumulators.signal(self.accumulators.o_ring, step)
 
     def finish_values(self, ring, step) -> None:
         """Wait for O^T of a leaf, and load or add it."""
