@@ -115,15 +115,18 @@ def test_requests_of_decode_end_with_their_bound(kind: type[DecodeBatch], heads:
     assert (out.view(3, 3, heads, -1)[:, 1:] == 7).all()
 
 
-@pytest.mark.parametrize("scale", [-0.1, -torch.inf])
-def test_a_negative_scale_of_scores_gives_no_number(scale: float) -> None:
+@pytest.mark.parametrize("scale", [-0.1, -torch.inf, torch.nan])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_a_negative_scale_of_scores_and_nan_give_no_number(arch: str, scale: float) -> None:
     data = Batch([3], [40], heads=2, kv_heads=1, device="cpu")
     key, value, table = data.pages(16)
-    for arch in ("sm_90a", "sm_100a"):
-        with emulator.use(arch):
-            assert entry_calls.context(data, (key, value), table, bmm1_scale=torch.tensor([scale])).isnan().all()
-    decode = DecodeBatch([1, 1], [70, 17], device="cpu")
-    assert execute(decode.decode(16, softmax_scale=torch.tensor([scale]))).isnan().all()
+    decode = DecodeBatch([1, 1], [70, 17], heads=2, kv_heads=1, device="cpu")
+    wide = MlaBatch([1, 1], [70, 17], heads=80, device="cpu")
+    scales = torch.tensor([scale])
+    with emulator.use(arch):
+        assert entry_calls.context(data, (key, value), table, bmm1_scale=scales).isnan().all()
+        for batch in (decode, wide):
+            assert execute(batch.decode(16, softmax_scale=scales)).isnan().all()
 
 
 def test_a_bound_of_no_queries_leaves_nothing_unwritten() -> None:

@@ -258,15 +258,20 @@ def load_scale(address, value):
 
 @cute.jit
 def load_output_scale(addresses, value):
-    """Load the output scale; it is NaN if the softmax scale on the device is negative.
+    """Load the output scale of all heads, see :func:`checked_scale`."""
+    return checked_scale(
+        load_float(addresses.output_scale, 0, 1.0) * value, load_float(addresses.softmax_scale, 0, 0.0)
+    )
 
-    Results would be wrong with a negative softmax scale: the softmax relies on a row's largest score, which would then
-    not be the largest logit.
+
+@cute.jit
+def checked_scale(scale, softmax_scale):
+    """Return the output scale, or NaN if the softmax scale on the device is negative or NaN.
+
+    The softmax would replace either by a very small scale. With a negative scale a row's largest score, on which it
+    relies, would not be the largest logit.
     """
-    scale = load_float(addresses.output_scale, 0, 1.0) * value
-    if load_float(addresses.softmax_scale, 0, 0.0) < 0.0:
-        scale = Float32(math.nan)
-    return scale
+    return scale if softmax_scale >= 0.0 else Float32(math.nan)
 
 
 def from_lane(values: Any, lane) -> Any:

@@ -1,13 +1,18 @@
 """Scales of K and V of which each KV head of a cache has its own. A role loads them once for each work tile."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from hopwell.kernels.parts.core.device import device_struct, load_float, load_output_scale, load_scale
+from hopwell.kernels.parts.core.device import (
+    checked_scale,
+    device_struct,
+    load_float,
+    load_output_scale,
+    load_scale,
+)
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
 
@@ -22,11 +27,10 @@ class HeadScales:
 
     @cute.jit
     def of(self, addresses, head):
-        """Return the output scale of a KV head. It is NaN if the head's softmax scale is negative or NaN: the softmax
-        would replace either by a very small scale."""
+        """Return the output scale of a KV head, see :func:`checked_scale`."""
         scale = load_float(addresses.output_scale, head if const_expr(self.in_output) else 0, 1.0) * self.value
         in_softmax = load_float(addresses.softmax_scale, head if const_expr(self.in_softmax) else 0, 0.0)
-        return scale if in_softmax >= 0.0 else Float32(math.nan)
+        return checked_scale(scale, in_softmax)
 
 
 def softmax_scale(config, addresses, value):
