@@ -93,6 +93,9 @@ _CONVERTED_BY_TWO: dict[str, Any] = dict(consumer_registers=192, converting_regi
 # PROMOTION_STEP_KEYS is for kernels whose products accumulate O (promotion), which leaves registers for 192 keys: 1.01
 # to 1.02 times as fast as 160 at both sizes (H100, 2026-11-25).
 _TRANSPOSING: dict[str, Any] = dict(producer_registers=32, consumer_registers=216, converting_registers=48)
+# Beyond 128 columns, loaders of page boxes would spill up to 8 registers, and load up to five of them for a tile. The
+# converting warpgroup has no more instructions with 40 registers than with 48 (machine code, 2026-11-26).
+_MORE_FOR_LOADERS: dict[str, Any] = dict(producer_registers=40, converting_registers=40)
 PROMOTION_STEP_KEYS = 192
 N_SLICE_STEP_KEYS = 160
 DEQUANTIZED_PAIRS_TO = 128
@@ -202,7 +205,8 @@ class PrefillConfig(KernelConfig):
         m, stages = min(tile.m, _MIDDLE_DIMS.m), 2
         if tile.splits_v:  # one stage of transposed V takes 64 KiB
             step, stages = SHORT_STEP, 1
-        return replace(tile, m=m, n=step, kv_stages=stages, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
+        registers = _CONVERTING | _TRANSPOSING | (_MORE_FOR_LOADERS if max(dims) > 128 else {})
+        return replace(tile, m=m, n=step, kv_stages=stages, source_stages=(2, 1), **registers)
 
     @classmethod
     def dequantized_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType, by_two: bool) -> Tile:

@@ -87,6 +87,11 @@ FP8_PREFILL += [
         (MaskKind.SLIDING_WINDOW, ROWS, dict(score=ScoreKind.LARGE_SOFT_CAP)),
     )
 ]
+# Page boxes of 8-bit operands beyond 128 columns: their loaders need the most registers.
+FP8_PREFILL += [
+    PrefillConfig("sm_90a", "e4m3", "bf16", 192, 128, mask, *PAGES16, packs_heads=packs_heads)
+    for mask, packs_heads in ((MaskKind.CAUSAL, False), (MaskKind.SLIDING_WINDOW, True))
+]
 # 4-bit K and V with block scales, and outputs with block scales: one thread and two for a row, all kinds of output.
 NVFP4_PREFILL = [
     PrefillConfig("sm_90a", dtype, out, *dims, mask, *fetch, kv_type=kv_type, **choices)
@@ -200,14 +205,11 @@ CONFIGS: list[KernelConfig] = [
     *COVERING_PAIR_MLA,
 ]
 # Allowed spills: two values read once for each chunk, see ``_DEQUANTIZED_TILES``, and two of a warp that combines, once
-# a share. Two more belong to packed heads with e4m3 windows, once for each work tile, and two to a warpgroup that
-# dequantizes to float16. The window spills remain with smaller parts of V, and with 8 registers more for consumers
-# (2026-11-25).
+# a share. Two more belong to a warpgroup that dequantizes to float16.
 SPILL = (
     "prefill_sm_90a_fp16_d192_causal_kv_nvfp4",
     "decode_sm_90a_fp16_d512_draft_kv_e4m3",
     *(f"mla_sm_90a_e4m3_to_bf16_d576_512_causal_pages{rows}" for rows in ("8", "16")),
-    "prefill_sm_90a_e4m3_to_bf16_d192_sliding_window_packed",
 )
 # Bytes of stack of decode with 64 rows in two warpgroups and more than 64 columns, by the bytes of an element of K.
 # O, S and the state of 32 rows fill the registers of a warpgroup. Over 16-bit caches a leaf stores and reads three
