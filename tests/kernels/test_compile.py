@@ -87,11 +87,8 @@ FP8_PREFILL += [
         (MaskKind.SLIDING_WINDOW, ROWS, dict(score=ScoreKind.LARGE_SOFT_CAP)),
     )
 ]
-# Page boxes of 8-bit operands beyond 128 columns: their loaders need the most registers.
-FP8_PREFILL += [
-    PrefillConfig("sm_90a", "e4m3", "bf16", 192, 128, mask, *PAGES16, packs_heads=packs_heads)
-    for mask, packs_heads in ((MaskKind.CAUSAL, False), (MaskKind.SLIDING_WINDOW, True))
-]
+# At these head dims loaders of page boxes of 8-bit operands need the most registers.
+FP8_PREFILL.append(PrefillConfig("sm_90a", "e4m3", "bf16", 192, 128, MaskKind.CAUSAL, *PAGES16))
 # 4-bit K and V with block scales, and outputs with block scales: one thread and two for a row, all kinds of output.
 NVFP4_PREFILL = [
     PrefillConfig("sm_90a", dtype, out, *dims, mask, *fetch, kv_type=kv_type, **choices)
