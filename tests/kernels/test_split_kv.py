@@ -213,7 +213,8 @@ def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.M
     with monkeypatch.context() as patches:
         use(warp, patches)
         warp.run(lambda: SplitSchedule.publish.__wrapped__(schedule, warp))
-    assert [event for event in warp.events if event[0] == "end"] == [("end",)] == warp.events[-1:]
+    partials = counted_partials(schedule, monkeypatch)
+    assert [event for event in warp.events if event[0] == "end"] == [("end", partials)] == warp.events[-1:]
     return warp.posted
 
 

@@ -16,7 +16,7 @@ A work tile of a request with more than one chunk writes a partial result, see `
 separately, in the order of the list.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import cutlass
@@ -60,7 +60,7 @@ class SplitTile(PackedTile):
     """A work tile of split-KV: a chunk of keys.
 
     Without tickets, the tiles after the work tiles are this CTA's partials again, because the CTA has to combine their
-    rows. With tickets, the tile after the last one has only :attr:`all_partials`.
+    rows. With tickets, the end of the work has :attr:`all_partials` alone.
     """
 
     INTS: ClassVar[int] = 22
@@ -79,8 +79,13 @@ class SplitTile(PackedTile):
 
     @property
     def all_partials(self):
-        """The number of all partials of the launch, in the tile after the last one: all its fields hold it."""
+        """The number of all partials of the launch, in the tile of :meth:`end_after`."""
         return self.partial_id
+
+    @classmethod
+    def end_after(cls, partials) -> "SplitTile":
+        """Return what follows the last tile of a launch with this number of partials."""
+        return replace(cls.end(), partial_id=partials)
 
     def kv_policy(self):
         return EVICT_FIRST
@@ -327,7 +332,7 @@ class SplitSchedule(KeySchedule):
                 work_queue.ring.wait_empty(step)
                 place = cute.arch.shuffle_sync(self.hooks.draw(self.addresses, step), 0)
         self.hooks.ended(step, latest)
-        work_queue.post_end(step, partials)
+        work_queue.post(step, SplitTile.end_after(partials))
 
 
 class TopkTokens:

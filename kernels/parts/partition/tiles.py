@@ -29,7 +29,6 @@ class WorkTile:
     """The work that a CTA takes at a time, as every role needs to know it. All fields are Int32."""
 
     INTS: ClassVar[int] = 16
-    END: ClassVar[int] = 8  # index of the field that is END_OF_WORK after the last tile
 
     @property
     def exists(self):
@@ -39,6 +38,11 @@ class WorkTile:
     @classmethod
     def from_ints(cls, values: list) -> "WorkTile":
         return cls(Request(*values[:8]), *values[8:11], TileRange(*values[11:16]), *values[16:])
+
+    @classmethod
+    def end(cls) -> "WorkTile":
+        """Return what follows the last tile."""
+        return cls.from_ints([Int32(END_OF_WORK)] * cls.INTS)
 
 
 @device_struct
@@ -240,15 +244,9 @@ class WorkQueue:
                 slot[i] = Int32(values[i])
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
-    @cute.jit
-    def post_end(self, step, rest=END_OF_WORK) -> None:
-        """Post the end of the work. ``rest`` is the value of all fields except END."""
-        self.ring.wait_empty(step)
-        slot = self.slots[None, self.ring.stage(step)]
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(self.kind.INTS):  # readers load a whole tile before they check it
-                slot[i] = Int32(END_OF_WORK if i == self.kind.END else rest)
-            cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
+    def post_end(self, step) -> None:
+        """Post the end of the work: a whole tile, because readers load one before they check it."""
+        self.post(step, self.kind.end())
 
     def read(self, step) -> WorkTile:
         """Read the tile of ``step`` and release its slot. Called by every reading warp."""

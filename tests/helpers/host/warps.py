@@ -70,7 +70,7 @@ class SchedulingWarp(Lanes):
     """A scheduling warp that draws ``tickets`` and records its actions in order.
 
     The actions are ("posted", tile), ("end",), ("ticket",), and ("room", step) for a wait for room, which is always
-    available.
+    available. An end that tells the number of all partials is ("end", partials).
     """
 
     def __init__(self, tickets: Iterable[int]) -> None:
@@ -121,8 +121,8 @@ class SchedulingWarp(Lanes):
 
     def post(self, step: int, tile: Any) -> None:
         assert self.own.lane > 0 or host(step) == len(self.posted)
-        self.note("posted", tile)
+        self.note(*(("posted", tile) if tile.exists else ("end", host(tile.all_partials))))
 
-    def post_end(self, step: int, rest: int = -1) -> None:
+    def post_end(self, step: int) -> None:
         assert self.own.lane > 0 or host(step) == len(self.posted)
         self.note("end")
