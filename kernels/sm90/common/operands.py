@@ -83,18 +83,26 @@ class Operands(RowOperands):
     def of_value(kernel, tiles: SharedTiles, row_block, value, columns: int) -> "Operands":
         """Return operands with ``value``, a tile of ``columns`` columns; only its first columns are multiplied."""
         t, source = kernel.tile, warpgroup.OperandSource
-        depth_qk, depth_v = kernel.layout.depth
         mma = partial(make_mma, kernel.dtype, warpgroups=kernel.config.consumer_warpgroups // kernel.config.v_splits)
         qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
         pv_mma = mma((WARPGROUP_ROWS, kernel.layout.product_columns), a_source=source.RMEM, b_major=OperandMajorMode.MN)
+        v_layout = cute.make_layout((kernel.layout.depth[1], t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
+        return Operands(**Operands.fields(kernel, tiles, row_block, (qk_mma, pv_mma), value, v_layout))
+
+    @staticmethod
+    def fields(kernel, tiles: SharedTiles, row_block, mmas: tuple, value, v_layout=None) -> dict[str, Any]:
+        """Return the values of all fields by name, for the ``mmas`` of Q K^T and P V. ``value`` is V as operand B,
+        under ``v_layout`` if that is given."""
+        t, (depth_qk, depth_v), (qk_mma, pv_mma) = kernel.tile, kernel.layout.depth, mmas
         qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)
-        v_transposed = cute.make_layout((depth_v, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
-        return Operands(
+        if const_expr(v_layout is not None):
+            value = cute.composition(value, v_layout)
+        return dict(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
             q=qk.make_fragment_A(qk.partition_A(tiles.q)),
             k=qk.make_fragment_B(qk.partition_B(tiles.k)),
-            v=pv.make_fragment_B(pv.partition_B(cute.composition(value, v_transposed))),
+            v=pv.make_fragment_B(pv.partition_B(value)),
             s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
             o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
             p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),

@@ -128,16 +128,19 @@ class LatentLoads:
         else:
             self._copy_both(warp, shared, kv_halves, kv_halves, work_queue, operands)
 
+    def _shares(self, operands, tile, shared, warp, warps: int) -> list:
+        """Return the sources of a warp's equal share of the rows of both halves of a tile."""
+        kernel, create = self.kernel, self.kernel.source.create
+        sources = [create(operands[i], tile, None, shared[i], kernel.tile.n, 0) for i in range(2)]
+        return [source.share(warp, warps) for source in sources]
+
     @cute.jit
     def _dequantize_both(self, warp, shared, rings, loaded, work_queue, operands):
         """Dequantize an equal share of the rows of both halves of every tile."""
         step, work = Int32(0), Int32(0)
         tile = work_queue.read(work)
         while tile.exists:
-            sources = [
-                self.kernel.source.create(operands[i], tile, None, shared[i], self.kernel.tile.n, 0) for i in range(2)
-            ]
-            sources = [source.share(warp, self.dequant_warps) for source in sources]
+            sources = self._shares(operands, tile, shared, warp, self.dequant_warps)
             tiles = (tile.keys.end - tile.keys.begin) * self.kernel.step_tiles
             for _ in cutlass.range(tiles, unroll=1):
                 for i in cutlass.range_constexpr(2):
@@ -158,10 +161,7 @@ class LatentLoads:
         step, work = Int32(0), Int32(0)
         tile = work_queue.read(work)
         while tile.exists:
-            sources = [
-                self.kernel.source.create(operands[i], tile, None, shared[i], self.kernel.tile.n, 0) for i in range(2)
-            ]
-            sources = [source.share(warp, self.loading_warps) for source in sources]
+            sources = self._shares(operands, tile, shared, warp, self.loading_warps)
             first, end = tile.keys.begin * self.kernel.step_tiles, tile.keys.end * self.kernel.step_tiles
             # The table is read a tile ahead, as in PageRows.load.
             entries = sources[0].read_table(end - 1)

@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import fma
 from hopwell.kernels.parts.core.fragment import SplitRowFragment
@@ -64,9 +63,8 @@ def fp8_fields(kernel, tiles: SharedTiles, place: WarpgroupPlace, width: int) ->
 
     ``v`` is transposed: its columns are rows, in the order of ``TransposingConverter``.
     """
-    t, source = kernel.tile, warpgroup.OperandSource
-    depth_qk, depth_v = kernel.layout.depth
-    qk_mma, pv_mma = [
+    source = warpgroup.OperandSource
+    mmas = [
         make_mma(
             kernel.dtype,
             (WARPGROUP_ROWS, n),
@@ -74,28 +72,13 @@ def fp8_fields(kernel, tiles: SharedTiles, place: WarpgroupPlace, width: int) ->
             OperandMajorMode.K,
             warpgroups=kernel.config.consumer_warpgroups // kernel.config.v_splits,
         )
-        for n, a_source in ((t.n, source.SMEM), (width, source.RMEM))
+        for n, a_source in ((kernel.tile.n, source.SMEM), (width, source.RMEM))
     ]
     value = tiles.v
     if const_expr(kernel.config.v_splits > 1):
-        part = cute.crd2idx((depth_v, 0, 0), tiles.v.layout)
+        part = cute.crd2idx((kernel.layout.depth[1], 0, 0), tiles.v.layout)
         value = cute.make_tensor(tiles.v.iterator + place.column_half * part, tiles.v.layout)
-    thread = place.row_block * WARPGROUP
-    qk, pv = qk_mma.get_slice(thread), pv_mma.get_slice(thread)
-    return dict(
-        qk_mma=qk_mma,
-        pv_mma=pv_mma,
-        q=qk.make_fragment_A(qk.partition_A(tiles.q)),
-        k=qk.make_fragment_B(qk.partition_B(tiles.k)),
-        v=pv.make_fragment_B(pv.partition_B(value)),
-        s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
-        o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
-        p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
-        dtype=kernel.dtype,
-        tile_n=t.n,
-        depth_qk=depth_qk,
-        depth_v=depth_v,
-    )
+    return Operands.fields(kernel, tiles, place.row_block, mmas, value)
 
 
 class Fp8Rows:
