@@ -109,6 +109,23 @@ def _cache(layer: Layer, serving: Serving) -> tuple[Pair, Pair | None]:
     return pair(1, serving.kv), None
 
 
+def _request(layer: Layer, serving: Serving, q_len: int) -> dict[str, Any]:
+    """Return the arguments that describe a request with ``q_len`` new tokens and one page."""
+    return dict(
+        workspace_buffer=serving.empty(1, dtype=torch.uint8),
+        block_tables=serving.table,
+        seq_lens=serving.ints(1),
+        max_q_len=q_len,
+        max_kv_len=serving.page_size,
+        bmm1_scale=1.0,
+        bmm2_scale=1.0,
+        batch_size=1,
+        cum_seq_lens_q=serving.ints(0, q_len),
+        cum_seq_lens_kv=serving.ints(0, 1),
+        window_left=layer.window_left,
+    )
+
+
 def _context(layer: Layer, serving: Serving) -> Iterator[Call]:
     cache, scales = _cache(layer, serving)
     orders: dict[str, str] = {"": "interleaved"} | ({} if scales is None else {" with linear scales": "linear"})
@@ -119,17 +136,7 @@ def _context(layer: Layer, serving: Serving) -> Iterator[Call]:
                 hopwell.trtllm_batch_context_with_kv_cache,
                 query=serving.empty(q_len, layer.heads, layer.head_dim, dtype=serving.query),
                 kv_cache=cache,
-                workspace_buffer=serving.empty(1, dtype=torch.uint8),
-                block_tables=serving.table,
-                seq_lens=serving.ints(1),
-                max_q_len=q_len,
-                max_kv_len=serving.page_size,
-                bmm1_scale=1.0,
-                bmm2_scale=1.0,
-                batch_size=1,
-                cum_seq_lens_q=serving.ints(0, q_len),
-                cum_seq_lens_kv=serving.ints(0, 1),
-                window_left=layer.window_left,
+                **_request(layer, serving, q_len),
                 out_dtype="nvfp4" if serving.out == torch.uint8 else serving.out,
                 o_sf_scale=1.0 if serving.out == torch.uint8 else None,
                 skip_softmax_threshold_scale_factor=1.0 if serving.skip_softmax else None,
@@ -155,22 +162,12 @@ def _fmha_v2(layer: Layer, serving: Serving) -> Iterator[Call]:
                     cache,
                 ),
                 input_layout="Q_PAGED_KV_HND",
-                workspace_buffer=serving.empty(1, dtype=torch.uint8),
-                seq_lens=serving.ints(1),
-                max_q_len=q_len,
-                max_kv_len=serving.page_size,
-                bmm1_scale=1.0,
-                bmm2_scale=1.0,
-                batch_size=1,
-                cum_seq_lens_q=serving.ints(0, q_len),
-                cum_seq_lens_kv=serving.ints(0, 1),
-                block_tables=serving.table,
+                **_request(layer, serving, q_len),
                 out_dtype=serving.wide_out,
                 skip_softmax_threshold_scale_factor=float(serving.skip_softmax),
                 pos_encoding_mode="alibi" if layer.alibi else None,
                 logits_soft_cap_scale=layer.soft_cap or None,
                 mask_mode="causal",
-                window_left=layer.window_left,
                 chunked_attention_size=layer.chunk,
             ),
         )

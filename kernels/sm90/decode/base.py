@@ -22,6 +22,7 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.core.kernel import AttentionKernel
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
+from hopwell.kernels.parts.rows import head_scales
 from hopwell.kernels.parts.rows.head_scales import HeadScales
 from hopwell.kernels.parts.rows.mask import IntervalMask, mask_type
 from hopwell.kernels.parts.rows.packed import PackedRows
@@ -33,6 +34,7 @@ class DecodeKernel(AttentionKernel):
     """Attention over the packed rows of a KV head. Subclasses have the roles: schedule, loads, attend and combine."""
 
     reader: Reader  # of K and V
+    loads: Any  # roles that load K and V
     q_role = "load_q"
 
     @property
@@ -132,9 +134,7 @@ class DecodeKernel(AttentionKernel):
     ) -> None:
         """Run the consumer warpgroups."""
         self.set_registers(self.tile.consumer_registers)
-        scale = softmax_scale
-        if const_expr(not self.config.k_head_scales):
-            scale = load_scale(addresses.softmax_scale, softmax_scale)
+        scale = head_scales.softmax_scale(self.config, addresses, softmax_scale)
         softmax = self.softmax(scale)
         output_scale = self.output_scale(addresses, output_scale, output_factor)
         parts = dict(kernel=self, tiles=tiles, rings=rings, work_queue=work_queue, mask=mask, softmax=softmax)
@@ -148,7 +148,7 @@ class DecodeKernel(AttentionKernel):
         self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale
     ) -> None:
         """Run the warps of the first warpgroup except the schedule warp."""
-        raise NotImplementedError
+        self.loads.run(warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry)
 
     def softmax(self, scale) -> Any:
         """Return the softmax of a consumer warp's rows."""

@@ -90,11 +90,6 @@ class DecodeSm90(DecodeKernel):
         sizes = (self.tile.m, self.tile.n, self.config.chunk_tokens)
         return SplitSchedule(geometry, addresses, mask, *sizes, True, False, ScheduleHooks())
 
-    def load(
-        self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale
-    ) -> None:
-        self.loads.run(warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry)
-
     def softmax(self, scale) -> OnlineSoftmax:
         return OnlineSoftmax.create(scale, RowFragment.rows)
 

@@ -175,11 +175,6 @@ class SwapABDecodeSm90(SwapABTree, DecodeKernel):
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         return self.q_edge(roles), *self.loads.edges(roles, self.reader), self._work_edge(roles)
 
-    def load(
-        self, warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry, schedule, output_scale
-    ) -> None:
-        self.loads.run(warp, atoms, tiles, rings, work_queue, zeroing_barriers, addresses, geometry)
-
     def run_attend(self, parts: dict[str, Any], softmax_scale, output_scale, addresses, geometry) -> None:
         exchange, output = self.exchange(parts["tiles"]), self.products.output(self)
         leaves = LeafTree(self, exchange, self.tree(addresses, geometry, parts["tiles"]), output, output_scale)
