@@ -12,13 +12,12 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPS
-from hopwell.kernels.launch.arguments import Addresses, DecodeAddresses, DecodeGeometry
+from hopwell.kernels.launch.arguments import DecodeAddresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
-from hopwell.kernels.parts.load.kv_source import KvSource
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.parts.rows.softmax import SLACK, OnlineSoftmax
 from hopwell.kernels.sm90.common.kernel import SCHEDULE_WARP
@@ -89,12 +88,6 @@ class MlaSm90(LatentKernel, DecodeKernel):
         self.partition = (RequestSplits if config.batch_invariant else CtaParts)(self)
         self.loads = LatentLoads(self, self.partition.dequant_warps)
         super().__init__(config)
-
-    def kv_source(self) -> type[KvSource]:
-        return self.loads.kv_source()
-
-    def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
-        return self.loads.kv_atoms(a, g)
 
     @property
     def half_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -222,21 +222,26 @@ class LatentLogits:
         return LogitRow(places, request.kv_len, Float32(0.0))
 
 
-def latent_mask_type(config: Any) -> type[IntervalMask]:
-    """Return the mask of an MLA kernel."""
-    return TopkMask if config.sparse else mask_type(config.mask)
+class LatentKeys:
+    """Mixin with what all kernels over latent keys share: the mask, and both halves of the keys through ``loads``."""
+
+    @property
+    def mask_type(self) -> type[IntervalMask]:
+        return TopkMask if self.config.sparse else mask_type(self.config.mask)
+
+    def kv_source(self) -> type[KvSource]:
+        return self.loads.kv_source()
+
+    def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
+        return self.loads.kv_atoms(a, g)
 
 
-class LatentKernel:
-    """Mixin with what kernels over latent keys share: work tiles of packed rows, and the loads of their queries."""
+class LatentKernel(LatentKeys):
+    """Mixin with what kernels of many rows share: work tiles of packed rows, and the loads of their queries."""
 
     step_tiles = 2
     q_role = "schedule"
     work_tile = SplitTile
-
-    @property
-    def mask_type(self) -> type[IntervalMask]:
-        return latent_mask_type(self.config)
 
     def q_atom(self, a: Addresses, g: DecodeGeometry):
         # The heads of an expanded query share one address. TMA does not load such a query, but its descriptor needs a

@@ -24,10 +24,8 @@ from hopwell.kernels.parts.core.device import device_struct, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import LOADERS, SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Ring, Roles
-from hopwell.kernels.parts.load.kv_source import KvSource
 from hopwell.kernels.parts.partition.stream_k import StreamKSchedule, StreamKTile, TopkStreamKSchedule
 from hopwell.kernels.parts.partition.tiles import WorkQueue
-from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.sm90.common.kernel import Q_WARP
 from hopwell.kernels.sm90.common.mma import issue_mma, make_transposed_mmas
 from hopwell.kernels.sm90.decode.base import DecodeKernel
@@ -38,10 +36,10 @@ from hopwell.kernels.sm90.decode.swap_ab import (
     SwapABTree,
     transposed_values,
 )
-from hopwell.kernels.sm90.mla.key_halves import LatentLoads, latent_mask_type
+from hopwell.kernels.sm90.mla.key_halves import LatentKeys, LatentLoads
 
 
-class SwapABMlaSm90(SwapABTree, DecodeKernel):
+class SwapABMlaSm90(LatentKeys, SwapABTree, DecodeKernel):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
     :class:`SwapABDecodeSm90`. K and V are the left and right halves of a key; both halves are key and value.
 
@@ -73,16 +71,6 @@ class SwapABMlaSm90(SwapABTree, DecodeKernel):
     def __init__(self, config: MlaConfig, products: LeafProducts):
         self.products, self.reader, self.loads = products, products.reader, LatentLoads(self, dequant_warps=1)
         super().__init__(config)
-
-    def kv_source(self) -> type[KvSource]:
-        return self.loads.kv_source()
-
-    def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
-        return self.loads.kv_atoms(a, g)
-
-    @property
-    def mask_type(self) -> type[IntervalMask]:
-        return latent_mask_type(self.config)
 
     @property
     def half_orders(self) -> tuple[tuple[int, int], ...]:
