@@ -92,17 +92,14 @@ ENTRIES = (
         results.trtllm_decode_workspace,
     ),
     Entry(mla.trtllm_batch_decode_with_kv_cache_mla, _with_lse(), _CALL, results.mla_results, results.mla_workspace),
-    Entry(
-        page.append_paged_kv_cache,
-        (Variant("", "()", ""),),
-        "call_in_place(ops, inputs)",
-        aliases=dict(paged_k_cache="a", paged_v_cache="b", k_cache_sf="c", v_cache_sf="d"),
-    ),
-    Entry(
-        page.append_paged_kv_cache_with_slot_mapping,
-        (Variant("", "()", ""),),
-        "call_in_place(ops, inputs)",
-        aliases=dict(paged_k_cache="a", paged_v_cache="b", k_cache_sf="c", v_cache_sf="d"),
+    *(
+        Entry(
+            append,
+            (Variant("", "()", ""),),
+            "call_in_place(ops, inputs)",
+            aliases=dict(paged_k_cache="a", paged_v_cache="b", k_cache_sf="c", v_cache_sf="d"),
+        )
+        for append in (page.append_paged_kv_cache, page.append_paged_kv_cache_with_slot_mapping)
     ),
     Entry(
         page.get_batch_indices_positions,

@@ -87,12 +87,8 @@ class OnlineSoftmax:
     @cute.jit
     def choose_reference(self, r: cutlass.Constexpr[int], row_max, slack=SLACK) -> None:
         """Move the reference of row r to ``row_max`` if that is more than ``slack`` powers of two above it."""
-        before = self.reference[r]
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
-        reference = row_max if self.moves(r, row_max, slack) else before
-        self.reference[r] = reference
-        self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
-        self.row_sum[r] = self.row_sum[r] * self.rescale[r]
+        self.follow(r, row_max if self.moves(r, row_max, slack) else self.reference[r])
 
     def moves(self, r: int, row_max, slack=SLACK):
         """Whether ``row_max`` is more than ``slack`` powers of two above the reference of row r. A row that has seen no

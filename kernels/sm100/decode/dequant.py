@@ -85,7 +85,7 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
         """Compute S^T of a leaf; ``step`` is the number of its first tile."""
         self._issue_scores(ring, step, q_stage)
         self.accumulators.take_s(step, self.s)
-        self.finish_scores()
+        self.multiply_scores(self.scores())
 
     # Loops over tiles are not unrolled: the compiler would compute addresses and descriptors before the leaves, and
     # spill.

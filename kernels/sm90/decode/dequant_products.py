@@ -186,6 +186,10 @@ class DequantProducts:
                         halves = [words[2 * step : 2 * step + 2] for words in wide]
                         self._multiply(scores, halves, depth)
                         depth += 1
+        self.multiply_scores(scores)
+
+    def multiply_scores(self, scores: ColumnFragment) -> None:
+        """Multiply scores by their row's factor, if it may differ from 1."""
         if self.kernel.dtype is BFloat16 or self.exponent != 0 or self.kernel.config.k_head_scales:
             for r in range(scores.rows):
                 for c in range(scores.columns):

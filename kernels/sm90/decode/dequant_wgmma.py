@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Uint32, const_expr
+from cutlass import Float16, Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS
@@ -92,14 +92,6 @@ class DequantOperandA:
     def blocks(self) -> int:
         """Products of 64 columns of V."""
         return cute.size(self.o) // (4 * self.products)
-
-    def finish_scores(self) -> None:
-        """Undo the scales of Q and K in the scores."""
-        if const_expr(self.kernel.dtype is BFloat16 or self.exponent != 0 or self.kernel.config.k_head_scales):
-            scores = self.scores()
-            for r in range(scores.rows):
-                for c in range(scores.columns):
-                    scores.set(r, c, scores.get(r, c) * self.row_factor[r])
 
     def read_keys(self, words, stage) -> None:
         """Dequantize a tile of K into ``words``: this warp's two core matrices of eight keys."""
@@ -194,7 +186,7 @@ class WgmmaDequantOperands(DequantOperandA, DequantLeafOperands):
             q = self.q[None, None, None, q_stage]
             issue_mma(self.qk_mma, self._accumulators(self.s, i), operand, q, self.depth, False)
         warpgroup.wait_group(0)
-        self.finish_scores()
+        self.multiply_scores(self.scores())
 
     def _accumulators(self, registers, i: int):
         """Return the accumulators of 64 keys or columns: a lane's registers in the order of wgmma."""
