@@ -145,8 +145,22 @@ def _defined_between(kernel: Kernel, first: Instr, last: Instr) -> bool:
     return any(i.args and i.args[0] == address for i in kernel.instrs[first.pc + 1 : last.pc])
 
 
+def _in_votes(kernel: Kernel) -> Iterator[Fault]:
+    """Yield faults of barriers that combine a predicate of all their threads."""
+    for i in kernel.instrs:
+        if i.parts[0] not in ("bar", "barrier") or i.parts[-2:] not in (["and", "pred"], ["or", "pred"]):
+            continue
+        own = Instr("mov.pred", ["mov", "pred"], [i.args[0], i.args[-1]], i.guard, i.guard_not)
+        own.text = f"(own vote) {i.text}"
+        yield Fault("vote without the others", i.line, i.text, ((i.pc, own),))
+        altered = _with_immediate(i, 2, 32, "one warp more") if len(i.args) > 3 else None
+        if altered is not None:
+            yield Fault("barrier waits for one warp more", i.line, i.text, ((i.pc, altered),))
+
+
 def _alterations(kernel: Kernel) -> Iterator[Fault]:
     yield from _in_clusters(kernel)
+    yield from _in_votes(kernel)
     for i in kernel.instrs:
         if "expect_tx" in i.op:
             yield Fault("drop expect_tx", i.line, i.text, ((i.pc, _removed(i)),))

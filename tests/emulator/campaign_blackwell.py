@@ -20,7 +20,7 @@ from helpers.batches.prefill import CAUSAL, Batch
 from helpers.device import equivalent_faults
 from helpers.device.equivalent_faults import next_warp_barrier
 
-from hopwell.emulator.ptx import Kernel
+from hopwell.emulator.ptx import Kernel, Reg
 from hopwell.emulator.tools.faults import Fault, waits
 from hopwell.kernels import execute
 from hopwell.kernels.launch import geometry
@@ -92,20 +92,23 @@ def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
             return (
                 "lanes that have stored a part of their rows meet again before the next part, or before O is given back"
             )
-    if fault.kind == "drop tcgen05.fence":
-        first = min(places(kernel, "tcgen05.mma"))
-        if pc == max(at for at in places(kernel, "tcgen05.fence::after") if at < first):
-            return "the fences before O have ordered the first S of a tile behind the reads of the tile before"
+    if fault.kind == "drop tcgen05.fence" and _precedes_scores(kernel, pc):
+        return "the fences before O have ordered the first S of a tile behind the reads of the tile before"
     if fault.kind == "drop tcgen05.wait" and "wait::ld" in fault.text:
         return "ptxas itself waits for registers of a load; that they are only moved is no fault in strict mode"
     if fault.kind == "drop mbarrier wait":
         every, last_copy = [group[0].pc for group in waits(kernel)], places(kernel, "cp.async.bulk.tensor")[-1]
-        _, first_drained, *_ = [wait for wait in every if wait > places(kernel, "tcgen05.commit")[-1]]
-        if pc == first_drained:
+        if pc == next(wait for wait in every if wait > places(kernel, "tcgen05.commit")[-1]):
             return "what the waits behind it are for was committed later"
         if pc == max(wait for wait in every if wait < last_copy):
             return "both stages of Q are given back behind the same products, and the first has been waited for"
     return ""
+
+
+def _precedes_scores(kernel: Kernel, pc: int) -> bool:
+    """Whether the next product behind a fence has both operands in shared memory: S, before which P V has a fence."""
+    product = next((i for i in kernel.instrs[pc:] if i.op.startswith("tcgen05.mma")), None)
+    return product is not None and isinstance(product.args[1], Reg)
 
 
 def _reason_of_mla(fault: Fault, kernel: Kernel) -> str:

@@ -90,6 +90,27 @@ def test_faults_of_a_pair():
     assert "drop mbarrier.arrive" not in found
 
 
+# Two warps vote whether to read each other's numbers. Only warp 0 asks for it.
+VOTE = """
+    mov.u32 %r1, smem; shl.b32 %r2, %tid, 2; add.u32 %r3, %r1, %r2; st.shared.b32 [%r3], %tid;
+    setp.eq.u32 %p1, %warp, 1; mov.u32 %r6, 1; barrier.cta.red.and.pred %p2, %r6, 64, %p1; mov.u32 %r5, 0;
+    xor.b32 %r4, %r2, 128; add.u32 %r4, %r1, %r4; @!%p2 ld.shared.b32 %r5, [%r4];
+    cvt.u64.u32 %d1, %r2; add.u64 %d2, %a0, %d1; st.global.b32 [%d2], %r5;
+"""
+
+
+def test_faults_of_a_vote():
+    def vote() -> None:
+        y = empty(64)
+        run_ptx(VOTE, y, block=64, shared=256)
+        assert y.tolist() == [*range(32, 64), *range(32)]
+
+    found = outcomes(run_campaign(vote, say=lambda _: None))
+    assert found["barrier waits for one warp more"] == ["deadlock"]
+    assert len(found["vote without the others"]) == 1
+    assert all(found["vote without the others"])
+
+
 def test_a_commit_before_its_product():
     text = """
         mov.u32 %r1, smem; mov.u32 %r3, 0; mov.b64 %d1, 0;
