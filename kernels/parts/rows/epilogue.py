@@ -4,6 +4,7 @@ A warp owns its rows of the tile from start to end. It rounds them, stages them 
 row to global memory in 16-byte vectors. A warp touches no other warp's rows, so it synchronises only with itself.
 """
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -136,9 +137,13 @@ class ConvertedRows(OutputRows):
         return [copy.pack_x2(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
     def write_row(self, token, values: list, dtype, first_column: int) -> None:
-        """Round ``values``, neighbouring columns of a row that one lane has, and store them."""
+        """Round ``values``, neighbouring columns of a row that one lane has, and store them.
+
+        Rows of e4m3 that are no multiple of 16 bytes begin at multiples of 8 bytes.
+        """
         place = self.address + token * self.row_bytes + self.bytes_of(first_column)
-        columns = min(len(values), 8 * copy.VECTOR_BYTES // self.element_bits)
+        vector_bytes = math.gcd(self.bytes_of(self.columns), copy.VECTOR_BYTES)
+        columns = min(len(values), 8 * vector_bytes // self.element_bits)
         for c in range(0, len(values), columns):
             words = self.converted(values[c : c + columns], dtype)
             self.write(place + self.bytes_of(c), words, token, 0, first_column + c)

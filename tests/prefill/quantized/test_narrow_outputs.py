@@ -55,6 +55,18 @@ def test_context_entry_of_other_architectures(arch: str) -> None:
         check(batch("cpu", BF16, BF16, q_lens=[3, 1, 0, 2], kv_lens=[70, 1, 5, 0]), BF16)
 
 
+@pytest.mark.emulator
+def test_rows_that_are_no_multiple_of_16_bytes() -> None:
+    """tcgen05 kernels store such rows by 8 bytes."""
+    from hopwell import emulator
+
+    data = batch("cpu", BF16, BF16, dim=40)
+    key, value, table = data.pages(16)
+    with emulator.use("sm_100a"):
+        out = context(data, (key, value), table, out_dtype=E4M3, **data.options(CAUSAL))
+    data.expected_low(CAUSAL).check(out)
+
+
 def test_other_entries(device: str) -> None:
     """Ragged keys, an output of the caller, and values beyond the e4m3 range, which saturate."""
     data = batch(device, BF16, BF16, v_scale=1.0)
