@@ -97,6 +97,24 @@ class Fp8Batch(Batch):
                 most = (whole_error + unit) * exact.norm() + smallest / 2 * exact.numel() ** 0.5
                 assert error <= most, f"the whole is off by {error:.2e}, of {most:.2e} at most"
 
+    def check_fp8_lse(
+        self,
+        lse: torch.Tensor,
+        mask: Mask,
+        *,
+        sinks: torch.Tensor | None = None,
+        score: Score = reference.PLAIN,
+    ) -> None:
+        """Check a natural log-sum-exp [tokens, heads] within the error of logits."""
+        begins = starts(self.q_lens)
+        for (q, k, v, seen), begin in zip(self.requests(mask), begins, strict=False):
+            want = reference.attention(q, k, v, self.scale, seen, sinks, score=score)[1]
+            got = lse[begin : begin + q.shape[0]].double()
+            infinite = want == -math.inf
+            assert (got[infinite] == -math.inf).all()
+            allowed = max(LOGIT_ERROR, largest_logit_error(q, k, self.scale)) + 1e-5 * want.abs()
+            assert ((got - want).abs() <= allowed)[~infinite].all(), "the log-sum-exp is wrong"
+
 
 @dataclass
 class Fp8MlaBatch(MlaBatch):

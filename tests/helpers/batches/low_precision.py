@@ -245,6 +245,26 @@ def check_nvfp4_output(out: FP4Tensor, half: torch.Tensor, o_sf_scale: float) ->
     assert torch.equal(codes[settled], least_code[settled])  # zeros have their signs
 
 
+def check_nvfp4_near(out: FP4Tensor, expected: torch.Tensor, o_sf_scale: float, error: float) -> None:
+    """Check an NVFP4 output against ``expected`` in float64.
+
+    Before rounding, an element is within ``error`` of the largest one. The whole is hardly worse than the expected
+    output in NVFP4, and an element is within the largest step of its block.
+    """
+    if not expected.numel():
+        return
+    parts = layouts.quantize_nvfp4_output(expected.float(), o_sf_scale)
+    ideal = layouts.dequantize_nvfp4_output(*parts, o_sf_scale).double()
+    got = layouts.dequantize_nvfp4_output(out.data, out.scale, o_sf_scale, out.scale_start_index).double()
+    assert not got.isnan().any()
+    off, least = got - expected, 2.0**-9 / o_sf_scale  # the smallest scale
+    allowed = 1.1 * (ideal - expected).norm() + 2 * error * expected.norm()
+    assert off.norm() <= allowed, f"the whole is off by {off.norm():.2e}, of {allowed:.2e} at most"
+    blocks = expected.abs().unflatten(-1, (-1, layouts.NVFP4_BLOCK)).amax(-1, keepdim=True)
+    steps = blocks / 4 + 4 * least + 4 * error * expected.abs().max()
+    assert (off.unflatten(-1, (-1, layouts.NVFP4_BLOCK)).abs() <= steps).all(), "an element is far off"
+
+
 def _check_between(got: torch.Tensor, least: torch.Tensor, most: torch.Tensor, what: str) -> None:
     wrong = ~((got >= least) & (got <= most))
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} {what} are wrong"

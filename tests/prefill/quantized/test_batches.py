@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.batches.fp8 import Fp8Batch
 from helpers.batches.low_precision import (
     BF16,
     E4M3,
@@ -13,6 +14,7 @@ from helpers.batches.low_precision import (
     NVFP4,
     LowPrecisionBatch,
     at_tile_edges,
+    check_nvfp4_near,
     light_weights,
     octets,
     rising,
@@ -20,7 +22,7 @@ from helpers.batches.low_precision import (
 )
 from helpers.batches.prefill import CAUSAL, FULL, starts
 
-from hopwell import layouts
+from hopwell import FP4Tensor, layouts
 
 PAGE = 16
 
@@ -104,6 +106,34 @@ def test_a_check_takes_rounding_and_nothing_more(q_dtype: torch.dtype, sinks: to
         want.check(torch.full_like(wrong, math.nan))
     with pytest.raises(AssertionError, match="error"):
         want.check(want.rounded.bfloat16() * 1.5)
+
+
+def test_nvfp4_outputs_are_near_the_expected_ones() -> None:
+    """One element, one block or the whole may be off."""
+    exact = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    codes, scales = layouts.quantize_nvfp4_output(exact.float(), 4.0)
+
+    def check(codes: torch.Tensor, expected: torch.Tensor = exact) -> None:
+        check_nvfp4_near(FP4Tensor(codes, scales), expected, 4.0, error=2.0**-7)
+
+    check(codes)
+    element, block = codes.clone(), codes.clone()
+    element[1, 1, 3] = 0x77  # the largest
+    block[1, 1, :8] = codes[1, 1, 8:16]
+    for wrong in ((element,), (block,), (codes, exact * 1.2)):
+        with pytest.raises(AssertionError, match="off"):
+            check(*wrong)
+
+
+def test_the_log_sum_exp_of_e4m3_is_checked() -> None:
+    data = Fp8Batch([5, 0, 7, 3], [37, 3, 0, 2], heads=4, kv_heads=2, head_dim=64, device="cpu")
+    lse = data.expected(CAUSAL).lse.float()
+    data.check_fp8_lse(lse, CAUSAL)
+    for row in (0, 6):  # a row with keys, and one without
+        wrong = lse.clone()
+        wrong[row, 3] = wrong[row, 3].clamp(min=0) + 0.01
+        with pytest.raises(AssertionError):
+            data.check_fp8_lse(wrong, CAUSAL)
 
 
 def test_light_weights_matter() -> None:
