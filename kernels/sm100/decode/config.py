@@ -17,8 +17,8 @@ LEAST_COLUMNS = 32  # of an allocation, which is a power of two
 
 @dataclass(frozen=True)
 class Sm100DecodeConfig(DecodeConfig):
-    """A decode kernel whose S and O are in tensor memory until they are complete. Leaves, tree and registers are those
-    of Hopper's kernels with a tree. Keys and values of 8 and 4 bits are dequantized into tensor memory."""
+    """A decode kernel whose S and O are in tensor memory until they are complete. Leaves, tree and registers are as in
+    Hopper's kernels with a tree. Keys and values of 8 and 4 bits are dequantized into tensor memory."""
 
     instruction_in_name: ClassVar[str] = "tcgen05"
 
@@ -55,8 +55,8 @@ class Sm100DecodeConfig(DecodeConfig):
 
     @property
     def columns(self) -> Columns:
-        """Columns of tensor memory: scores of the tiles of a leaf, and O in parts of 64 columns of V, for each row; and
-        buffers of operand A."""
+        """Columns of tensor memory, for each row a score of each tile of a leaf, and O in parts of 64 columns of V.
+        Buffers of operand A follow."""
         buffers = self.operand_buffers * self.consumer_warpgroups
         return Columns(
             dict(s=self.rows * self.leaf_tiles, o=self.rows * self.value_blocks, a=buffers * self.operand_columns)

@@ -27,8 +27,8 @@ from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantLeafOperands, War
 from hopwell.kernels.sm90.decode.dequant_wgmma import DequantOperandA
 from hopwell.kernels.sm90.decode.leaves import WarpgroupExchange
 from hopwell.kernels.sm100.common import tmem
+from hopwell.kernels.sm100.common.accumulators import ISSUING_WARP, MMA_ROWS, Accumulators
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, issue
-from hopwell.kernels.sm100.decode.accumulators import ISSUING_WARP, MMA_ROWS, Accumulators
 
 VALUE_COLUMNS = LEAF_TILE // 2  # tensor-memory columns of 64 columns of V of a tile
 
@@ -42,6 +42,11 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
     a_ring: Ring  # buffers of operand A, see :meth:`_turn`
     exchange: WarpgroupExchange
     first_row: Any  # of this warpgroup in the tile
+
+    @staticmethod
+    def tiles_at_once(kernel) -> int:
+        """Return the tiles whose products are waited for together: the tiles of a leaf."""
+        return kernel.config.leaf_tiles
 
     @staticmethod
     def create(kernel, tiles: SharedTiles, rings: Rings, accumulators: Accumulators) -> "TensorDequantOperands":
@@ -147,4 +152,4 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
 
     def finish_values(self, ring, step) -> None:
         """Wait for O^T of a leaf, and load or add it."""
-        self.accumulators.take_o(step, self.o, 2.0**-self.exponent)
+        self.accumulators.take_o(step, self.o, self.kernel.config.accumulated_levels > 0, 2.0**-self.exponent)

@@ -26,9 +26,9 @@ class KvLoads:
     def roles(self) -> dict[str, int]:
         return LOAD_ROLES
 
-    def edges(self, roles: Roles, reader: Reader) -> list[Edge]:
+    def edges(self, roles: Roles, reader: Reader, consumer: str = "attend") -> list[Edge]:
         """Return the edges of K and V."""
-        return self.kernel._kv_edges(roles, ("attend", reader), ("attend", reader))
+        return self.kernel._kv_edges(roles, (consumer, reader), (consumer, reader))
 
     def logits(self, mask: IntervalMask, addresses: Addresses, geometry: DecodeGeometry) -> PackedLogits:
         """Return the rows' view of the keys."""

@@ -55,6 +55,19 @@ class LeafProducts:
     reader: Reader  # of K and V
     softmax: type = ColumnSoftmax
     output: type = CoreMatrixOutput  # writes the columns that a lane holds
+    kv_consumer: str = "attend"  # role that releases K and V
+
+    def roles(self, kernel: Any) -> dict[str, int]:
+        """Return the warps of roles besides the kernel's own."""
+        return {}
+
+    def edges(self, kernel: Any, roles: Roles) -> list[Edge]:
+        """Return the edges besides the kernel's own."""
+        return []
+
+    def attend(self, kernel: Any, fields: dict[str, Any], addresses, geometry) -> None:
+        """Run the attend role; ``fields`` are fields of :class:`LeafAttend`."""
+        LeafAttend(**fields, operands=self.operands).run(addresses, geometry)
 
 
 class SwapABTree:
@@ -136,7 +149,7 @@ class SwapABTree:
         """Run the attend role over leaves."""
         logits = self.loads.logits(parts["mask"], addresses, geometry)
         more = dict(logits=logits, exchange=exchange, leaves=leaves, main_loop=main_loop)
-        LeafAttend(**parts, **more, operands=self.products.operands).run(addresses, geometry)
+        self.products.attend(self, dict(**parts, **more), addresses, geometry)
 
 
 class SwapABDecodeSm90(SwapABTree, DecodeKernel):
@@ -170,10 +183,12 @@ class SwapABDecodeSm90(SwapABTree, DecodeKernel):
 
     @property
     def roles(self) -> dict[str, int]:
-        return {**self.loads.roles, "attend": self.storing_warps, "all others": WARPS * len(self.config.registers) - 1}
+        roles = {**self.loads.roles, "attend": self.storing_warps, **self.products.roles(self)}
+        return {**roles, "all others": WARPS * len(self.config.registers) - 1}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
-        return self.q_edge(roles), *self.loads.edges(roles, self.reader), self._work_edge(roles)
+        kv = self.loads.edges(roles, self.reader, self.products.kv_consumer)
+        return self.q_edge(roles), *kv, self._work_edge(roles), *self.products.edges(self, roles)
 
     def run_attend(self, parts: dict[str, Any], softmax_scale, output_scale, addresses, geometry) -> None:
         exchange, output = self.exchange(parts["tiles"]), self.products.output(self)

@@ -63,7 +63,7 @@ class LatentLoads:
         dequant = {"dequantize": self.dequant_warps} if self.dequantizes else {}
         return {"load_keys": self.loading_warps, "schedule": 1, **dequant}
 
-    def edges(self, roles: Roles, reader: Reader) -> list[Edge]:
+    def edges(self, roles: Roles, reader: Reader, consumer: str = "attend") -> list[Edge]:
         """Return the edges of both halves. Both are values, so lanes may write zeros into both."""
         producer = "dequantize" if self.dequantizes else "load_keys"
         if self.dequantizes:
@@ -73,7 +73,7 @@ class LatentLoads:
             arrivals = reader.arrivals(copies_rows=self.kernel.copies_rows, writes_zeros=True)
         stages, sizes = self.kernel.tile.loaded_stages, self.kernel.stage_bytes
         names = list(enumerate(("k", "v")))
-        kv = [roles.edge(name, producer, "attend", stages[i], sizes[i], **arrivals) for i, name in names]
+        kv = [roles.edge(name, producer, consumer, stages[i], sizes[i], **arrivals) for i, name in names]
         if not self.dequantizes:
             return kv
         lanes = dict(producer_lanes=LANES)

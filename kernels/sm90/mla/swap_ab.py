@@ -82,12 +82,14 @@ class SwapABMlaSm90(LatentKeys, SwapABTree, DecodeKernel):
         c = self.config
         combine = {"combine": WARPS} if c.has_combine_role else {}
         others = WARPS * len(c.registers) - 1 - (LOADERS - self.loads.warps)  # a load warp may have no work
-        return {**self.loads.roles, "load_q": 1, "attend": WARPS, **combine, "all others": others}
+        roles = {**self.loads.roles, "load_q": 1, "attend": WARPS, **combine, **self.products.roles(self)}
+        return {**roles, "all others": others}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         lanes = dict(producer_lanes=LANES, consumer_lanes=LANES)
         leaf = [roles.edge("leaf", "attend", "combine", 1, **lanes)] if self.config.has_combine_role else []
-        return self.q_edge(roles), *self.loads.edges(roles, self.reader), self._work_edge(roles), *leaf
+        kv = self.loads.edges(roles, self.reader, self.products.kv_consumer)
+        return self.q_edge(roles), *kv, self._work_edge(roles), *leaf, *self.products.edges(self, roles)
 
     @property
     def nodes_bytes(self) -> int:

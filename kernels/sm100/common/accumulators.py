@@ -16,13 +16,15 @@ ISSUING_WARP = 0  # of a warpgroup: one of its threads issues the products
 
 @device_struct
 class Accumulators:
-    """Accumulators of a warpgroup. A step is the number of a tile of keys in this CTA."""
+    """Accumulators of a warpgroup. A step is the number of a tile of keys in this CTA. Products of ``tiles`` tiles are
+    waited for together."""
 
     kernel: Any  # configuration only
     s_ring: Ring  # a stage for each warpgroup
     o_ring: Ring
     tensor_memory: Int32
     part: RowPart
+    tiles: int
 
     @property
     def rows(self) -> int:
@@ -34,22 +36,21 @@ class Accumulators:
         return self.tensor_memory + columns.first(name) + self.part.index * (columns.widths[name] // warpgroups)
 
     def turn(self, step):
-        """Return the step of a leaf in rings with a stage for each warpgroup."""
-        return step // self.kernel.config.leaf_tiles * self.part.warpgroups + self.part.index
+        """Return the step in rings with a stage for each warpgroup."""
+        return step // self.tiles * self.part.warpgroups + self.part.index
 
     def signal(self, ring: Ring, step) -> None:
-        """Signal S or O of a leaf once all products issued so far are done. The issuing warp calls this."""
+        """Signal S or O once all products issued so far are done. The issuing warp calls this."""
         with cute.arch.elect_one():
             tmem.commit(shared_address(ring.full_barrier(self.turn(step))))
 
     def take_s(self, step, registers) -> None:
-        """Load S of a leaf once its products are done."""
+        """Load S once its products are done."""
         for i, value in enumerate(self._loaded(self.s_ring, "s", step, registers)):
             registers[i] = value
 
-    def take_o(self, step, registers, factor: float = 1.0) -> None:
-        """Load O of a leaf once its products are done, times a constant. Add it if leaves are added in registers."""
-        adds = self.kernel.config.accumulated_levels > 0
+    def take_o(self, step, registers, adds: bool, factor: float = 1.0) -> None:
+        """Load or add O, times a constant, once its products are done."""
         for i, value in enumerate(self._loaded(self.o_ring, "o", step, registers)):
             scaled = value if factor == 1.0 else value * factor
             registers[i] = registers[i] + scaled if adds else scaled

@@ -1,0 +1,91 @@
+"""Leaves of Hopper's kernels with S and O in tensor memory: edges, allocation and the attend role."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from hopwell.kernels.hardware import WARPGROUP, WARPS
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.barriers import NamedBarrier
+from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array
+from hopwell.kernels.parts.core.pipeline import Edge, Roles
+from hopwell.kernels.sm90.decode.leaves import STATE_BYTES
+from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafProducts
+from hopwell.kernels.sm100.common import tmem
+from hopwell.kernels.sm100.common.accumulators import Accumulators
+
+
+@device_struct
+class TensorLeafAttend(LeafAttend):
+    """Consumer warpgroup whose accumulators are in tensor memory."""
+
+    tensor_memory: Int32
+
+    def create_operands(self) -> Any:
+        rings, kernel = self.rings, self.kernel
+        tiles = self.operands.tiles_at_once(kernel)
+        accumulators = Accumulators(kernel, rings.s, rings.o, self.tensor_memory, kernel.row_part(), tiles)
+        return self.operands.create(kernel, self.tiles, rings, accumulators)
+
+
+@dataclass(frozen=True)
+class TensorProducts(LeafProducts):
+    """Products of leaves by tcgen05, in the kernels ``SwapABDecodeSm90`` and ``SwapABMlaSm90``.
+
+    The kernels have the roles of Hopper's. In addition, a thread of the first warp of each consumer warpgroup issues
+    the products. The first consumer warp allocates tensor memory for all.
+
+    Edges besides Hopper's
+        k, v    load -> issue         K and V of 16 bits, and of fp8 MMA: released when their products are done
+        s, o    issue -> attend       full when products are done, with a stage for each warpgroup. They are not
+                                      released: the warps meet before the next products are issued
+        a       attend -> issue       dequantized tiles of K and V in tensor memory, for each warpgroup; see
+                                      decode/dequant.py
+    """
+
+    def roles(self, kernel: Any) -> dict[str, int]:
+        return {"attend of one": WARPS, "issue": 1, "issue of all": kernel.config.consumer_warpgroups}
+
+    def edges(self, kernel: Any, roles: Roles) -> list[Edge]:
+        warpgroups, buffers = kernel.config.consumer_warpgroups, kernel.config.operand_buffers
+        edges = [roles.edge(name, "issue", "attend", warpgroups) for name in ("s", "o")]
+        if buffers:
+            edges.append(roles.edge("a", "attend of one", "issue", buffers * warpgroups))
+        return edges
+
+    def attend(self, kernel: Any, fields: dict[str, Any], addresses, geometry) -> None:
+        # The last bytes of the state, behind the values of the most rows.
+        slot = shared_address(fields["tiles"].staging) + (kernel.nodes_bytes + STATE_BYTES - copy.VECTOR_BYTES)
+        tensor_memory = allocate_columns(kernel, slot)
+        role = TensorLeafAttend(**fields, operands=self.operands, tensor_memory=tensor_memory)
+        role.run(addresses, geometry)
+        free_columns(kernel, tensor_memory)
+
+
+@cute.jit
+def allocate_columns(kernel, slot):
+    """Allocate tensor memory for all consumer warps, and return its address. The address passes through ``slot`` in
+    shared memory."""
+    if cute.arch.warp_idx() == WARPS:
+        tmem.allocate(slot, columns=kernel.config.allocated_columns)
+    meet_all(kernel)
+    tmem.after_signal()
+    return shared_array(Int32, slot)[0]
+
+
+@cute.jit
+def free_columns(kernel, tensor_memory) -> None:
+    """Free tensor memory once all consumer warps are done with it."""
+    tmem.before_signal()
+    meet_all(kernel)
+    if cute.arch.warp_idx() == WARPS:
+        tmem.after_signal()
+        tmem.free(tensor_memory, columns=kernel.config.allocated_columns)
+
+
+def meet_all(kernel) -> None:
+    """Wait for all consumer warps."""
+    threads = kernel.config.consumer_warpgroups * WARPGROUP
+    cute.arch.barrier(barrier_id=NamedBarrier.TENSOR_MEMORY, number_of_threads=threads)
