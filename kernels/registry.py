@@ -23,7 +23,13 @@ from hopwell.kernels.config.splitting import TICKETS
 from hopwell.kernels.launch.geometry import decode_geometry, host_value, prefill_geometry
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
-from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, resolve_sm100_mla, shipped_sm100_mla_configs
+from hopwell.kernels.sm100.mla.config import (
+    Sm100MlaConfig,
+    Sm100SwapABMlaConfig,
+    resolve_sm100_mla,
+    resolve_sm100_swap_ab_mla,
+    shipped_sm100_mla_configs,
+)
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
@@ -183,6 +189,12 @@ _WARP_MLA = _mla(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel"))
 _PAIR_MLA = _split_keys(
     Sm100MlaConfig, resolve_sm100_mla, _alone(shipped_sm100_mla_configs), partial(_build_in, "sm100.mla.kernel")
 )
+_BLACKWELL_SWAP_AB_MLA = _split_keys(
+    Sm100SwapABMlaConfig,
+    resolve_sm100_swap_ab_mla,
+    _alone(partial(shipped_mla_configs, kind=Sm100SwapABMlaConfig)),
+    partial(_build_in, "sm100.mla.swap_ab"),
+)
 _APPEND = Implementation(
     AppendConfig,
     resolve_append,
@@ -203,7 +215,7 @@ _ROWS: tuple[tuple[Family, Sequence[str], tuple[Implementation, ...]], ...] = (
     (Family.DECODE, BLACKWELL, (_BLACKWELL_DECODE, _WARP_DECODE)),
     (Family.DECODE, SM120, (_WARP_DECODE,)),
     (Family.MLA, HOPPER, (_HOPPER_MLA,)),
-    (Family.MLA, BLACKWELL, (_PAIR_MLA, _WARP_MLA)),
+    (Family.MLA, BLACKWELL, (_PAIR_MLA, _BLACKWELL_SWAP_AB_MLA, _WARP_MLA)),
     (Family.MLA, SM120, (_WARP_MLA,)),
     (Family.APPEND, ARCHS, (_APPEND,)),
 )

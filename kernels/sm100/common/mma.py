@@ -86,7 +86,8 @@ class SharedOperand:
         return replace(self, start=self.start + row * (self._offset(ATOM_ROWS, 0) // ATOM_ROWS))
 
     def from_column(self, column: int) -> "SharedOperand":
-        """Return the operand whose first column is ``column``, a multiple of a column block."""
+        """Return the operand whose first column is ``column``, in halfwords. Its offset in a column block is a multiple
+        of 16 bytes."""
         return replace(self, start=self.start + self._offset(0, column))
 
     def _offset(self, row: int, column: int) -> int:

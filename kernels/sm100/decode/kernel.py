@@ -45,8 +45,8 @@ from hopwell.kernels.sm100.decode.dequant import TensorDequantOperands
 
 @device_struct
 class TensorLeafOperands:
-    """Operands of a warpgroup's products of a leaf. K, Q, V and P are in shared memory. S and O are in tensor memory, and
-    in registers once they are complete."""
+    """Operands of a warpgroup's products of a leaf. K, Q, V and P are in shared memory. S and O are in tensor memory,
+    and in registers once they are complete."""
 
     kernel: Any  # configuration only
     q: SharedOperand

@@ -11,6 +11,7 @@ from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_confi
 from hopwell.kernels.config.splitting import (
     ALIGNMENT,
     COMFORTABLE_BYTES,
+    LATENT_SWAP_AB_ROWS,
     cta_part_slots,
     needed_slots,
     slot_bytes,
@@ -163,12 +164,50 @@ def resolve_sm100_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
         NotImplementedError: there is none; the message names the reason.
     """
     config = resolve_mla(problem, arch, Sm100MlaConfig)
-    # Tokens with top-k indices have keys of their own, so a tile has rows of one token.
-    rows = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
+    rows = packed_rows(problem)
     if rows < LEAST_ROWS:
         what = f"{rows} packed rows, fewer than {LEAST_ROWS}"
         raise NotImplementedError(f"there is no MLA decode kernel of CTA pairs for {arch} with {what}")
     return config
+
+
+@dataclass(frozen=True)
+class Sm100SwapABMlaConfig(MlaConfig):
+    """An MLA decode kernel of few rows: the leaves of Hopper's kernel, with S and O of a tile in tensor memory."""
+
+    instruction_in_name: ClassVar[str] = "tcgen05"
+    most_rows: ClassVar[int] = LATENT_SWAP_AB_ROWS
+    operand_buffers: ClassVar[int] = 0  # of operand A in tensor memory: keys are dequantized in shared memory
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of tensor memory, for each row a score and O in parts of 64 columns."""
+        return Columns(dict(s=self.rows, o=self.rows * (self.head_dim_v // BLOCK_COLUMNS)))
+
+    @property
+    def allocated_columns(self) -> int:
+        """Columns to allocate: a power of two."""
+        return 1 << (self.columns.total - 1).bit_length()
+
+
+def resolve_sm100_swap_ab_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
+    """Choose the kernel of few rows for ``problem`` on ``arch``.
+
+    Raises:
+        NotImplementedError: there is none; the message names the reason.
+    """
+    config = resolve_mla(problem, arch, Sm100SwapABMlaConfig)
+    rows = packed_rows(problem)
+    if rows > config.rows:
+        what = f"{rows} packed rows, more than {config.rows}"
+        raise NotImplementedError(f"there is no tcgen05 MLA kernel of few rows for {arch} with {what}")
+    return config
+
+
+def packed_rows(problem: AttentionProblem) -> int:
+    """Return the packed rows of a request. Tokens with top-k indices have keys of their own, so a tile has rows of one
+    token."""
+    return problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
 
 
 def shipped_sm100_mla_configs(arch: str) -> Iterator[MlaConfig]:
