@@ -20,7 +20,7 @@ from hopwell.kernels.problem import LogSumExp, LseLayout
 Q_LENS, KV_LENS = [5, 1, 4, 3, 6], [200, 64, 4, 2, 70]
 HIDDEN = (1, 2)  # new tokens whose bits are 0 in every row
 FP8 = torch.float8_e4m3fn
-ARCHES = ["sm_90a", "sm_120a"]
+ARCHES = ["sm_90a", "sm_100a", "sm_120a"]
 
 
 @pytest.fixture(params=ARCHES)
