@@ -6,6 +6,7 @@ and latencies of softmax are estimates (:class:`hopwell.perf.steps.Softmax`).
 
 from __future__ import annotations
 
+import enum
 from dataclasses import replace
 
 from hopwell.kernels.hardware import LANES, WARPGROUP
@@ -14,10 +15,12 @@ from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
 from hopwell.perf.blackwell_rates import MMA_DEPTH_BYTES
 from hopwell.perf.model import FACTOR_BYTES, PrefillLoop
 from hopwell.perf.steps import (
+    LOAD_CHAIN,
     OUTPUT_CHAIN,
     Arrival,
     Chain,
     Instructions,
+    Load,
     Mma,
     Operation,
     Rescale,
@@ -31,6 +34,9 @@ CORRECTION_ISSUE = 32  # instructions of a correction warp that rescales nothing
 MMA_ISSUE = 8  # instructions for each MMA
 LATENT_DIMS = (576, 512)
 PACKED_ROW_BYTES = 656  # 512 e4m3, 4 scales, 64 elements of 16 bits
+# Steps of MLA in shared memory beside Q and P, by bits, if half of V is in place. 17 boxes of 8 KiB are 2 x 8 of latent
+# columns and one of RoPE. In 8 bits there are 22 boxes: 4 x 4, and 6 of RoPE.
+STEPS_IN_PLACE = {16: 2, 8: 4}
 NVFP4_BITS = 4.5  # with a scale of 8 bits for 16 elements
 
 # Instructions for each element of K and V that a warp dequantizes to 16 bits. e4m3: counted in the machine code of
@@ -149,7 +155,7 @@ def mla(
     q_in_tensor_memory: float = 0.0,
     *,
     packed_rows: bool = False,
-    shares_keys: bool = False,
+    in_place: Order | None = None,
     rescaled_at_once: int = 128,
 ) -> Step:
     """Describe MLA of 128 heads on a pair of CTAs with 64 rows each; times and bytes are of one CTA.
@@ -158,8 +164,8 @@ def mla(
         bits: of an element as it is multiplied.
         q_in_tensor_memory: share of the columns of Q that are in tensor memory.
         packed_rows: the cache has rows of 656 bytes, which warps dequantize to 16 bits.
-        shares_keys: P V reads a CTA's own columns of its own keys where Q K^T has read them. Only the rest of its V is
-            loaded.
+        in_place: order of the products, if P V reads a CTA's own columns of its own keys where Q K^T has read them. The
+            other half of its V is loaded over the rest of K.
         rescaled_at_once: columns of O that a thread rescales at once.
     """
     rows, (dim, rank) = 128, LATENT_DIMS
@@ -170,7 +176,7 @@ def mla(
         scores.insert(0, Mma(resident, rows, KEYS, a_in_tensor_memory=True, pair=True, signals=False))
     value = Mma(2 * _depth(KEYS, bits), rows, rank // 2, pair=True, signals=False)
     # A CTA loads half of the keys for Q K^T, and half of the columns of all keys for P V; the latter from L2.
-    elements = [KEYS // 2 * dim, KEYS * rank // 2 // (2 if shares_keys else 1)]
+    elements = [KEYS // 2 * dim, KEYS * rank // 2 // (2 if in_place else 1)]
     key_bytes, value_bytes = (count * bits / 8 for count in elements)
     p_bytes = rows // 2 * KEYS * bits / 8
     moved: list[Operation] = [Traffic(shared=key_bytes + value_bytes + p_bytes, l2=value_bytes, memory=key_bytes)]
@@ -187,10 +193,33 @@ def mla(
     chains = (
         Chain((*scores, softmax, Arrival(), value), in_flight=2),  # S of the next step precedes P V
         Chain((replace(value, signals=True), rescale, Arrival()), name=OUTPUT_CHAIN),
+        *_reloads(in_place, bits, scores, value, softmax),
     )
     issue = Instructions(issue=CORRECTION_ISSUE + MMA_ISSUE * (depth + value.count))
     work = 2 * rows // 2 * KEYS * (dim + rank)
     return Step(KEYS, work, (*scores, value, softmax, rescale, issue, *moved), chains)
+
+
+class Order(enum.Enum):
+    """Order of the products of MLA, if a part of V is where K was."""
+
+    STEPS = "steps"  # S of a step, then P V of the step before it, as in the compiled kernel
+    BOXES = "boxes"  # a pair of boxes for S, then one for P V of the step before it, by turns
+
+
+def _reloads(order: Order | None, bits: int, scores: list[Mma], value: Mma, softmax: Softmax) -> tuple[Chain, ...]:
+    """Return the chain from the products of a step to the products of the next step in the same boxes.
+
+    P V releases a pair of boxes at a time, and K of a later step is loaded into them.
+    """
+    if order is None:
+        return ()
+    first = replace(value, count=value.count // 4, signals=True)  # of four pairs of boxes
+    load, held = Load(), STEPS_IN_PLACE[bits]
+    if order is Order.STEPS:  # P V follows S of the next step, and S of the step after it waits for its own K
+        return (Chain((*(replace(one, signals=False) for one in scores), first, load), held - 1, LOAD_CHAIN),)
+    others = replace(value, count=value.count * 3 // 4, signals=False)
+    return (Chain((*scores, others, softmax, Arrival(), first, load), held, LOAD_CHAIN),)
 
 
 def leaves(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tabulate import tabulate
 
 from hopwell.kernels.sm100.mla.correction import RESCALED_COLUMNS
-from hopwell.perf.blackwell_kernels import LATENT_DIMS, NVFP4_BITS, leaves, mla, pair_prefill, prefill
+from hopwell.perf.blackwell_kernels import LATENT_DIMS, NVFP4_BITS, Order, leaves, mla, pair_prefill, prefill
 from hopwell.perf.blackwell_rates import Rates
 from hopwell.perf.calibration import DECODE as DECODE_FAMILY
 from hopwell.perf.calibration import MLA as MLA_FAMILY
 from hopwell.perf.calibration import PREFILL as PREFILL_FAMILY
 from hopwell.perf.calibration import spread, steady_step
 from hopwell.perf.decode_workloads import DECODE, Decode
+from hopwell.perf.leaf_work import compiled_decode
 from hopwell.perf.mla_workloads import MLA
 from hopwell.perf.model import PrefillLoop, seconds
 from hopwell.perf.prefill_workloads import PREFILL, Prefill
@@ -70,27 +71,22 @@ def _mla_plans() -> Iterator[Plan]:
     for name, case, step in (
         ("MLA bf16, Q in shared memory, compiled", "M1", mla(16, **compiled)),
         ("MLA bf16, 2/3 of Q in tensor memory", "M1", mla(16, 2 / 3)),
-        ("MLA bf16, and V shared with K", "M1", mla(16, 2 / 3, shares_keys=True)),
+        ("MLA bf16, half of V in place, Q in shared memory", "M1", mla(16, in_place=Order.STEPS, **compiled)),
+        ("MLA bf16, half of V in place, 2/3 of Q in tensor memory", "M1", mla(16, 2 / 3, in_place=Order.STEPS)),
+        ("MLA bf16, and S and P V box by box", "M1", mla(16, 2 / 3, in_place=Order.BOXES)),
         ("MLA bf16, lists by gather4", "S1", mla(16, 2 / 3)),
         ("MLA e4m3, Q in shared memory, compiled", "M1-fp8", mla(8, **compiled)),
         ("MLA e4m3, 128 columns of O at once", "M1-fp8", mla(8)),
         ("MLA e4m3, and 8/9 of Q in tensor memory", "M1-fp8", mla(8, 8 / 9)),
-        ("MLA e4m3, and V shared with K", "M1-fp8", mla(8, 8 / 9, shares_keys=True)),
+        ("MLA e4m3, and half of V in place", "M1-fp8", mla(8, 8 / 9, in_place=Order.STEPS)),
         ("MLA over rows of 656 bytes, lists", "S1-fp8", mla(16, 2 / 3, packed_rows=True)),
     ):
         yield Plan(name, _CASES[case], step, MLA_FAMILY)
 
 
 def _decode_plans() -> Iterator[Plan]:
-    d64, d128, d256 = ((dim, dim) for dim in (64, 128, 256))
+    d128 = (128, 128)
     rows: tuple[tuple[str, str, tuple[int, int], int, float], ...] = (
-        ("decode bf16, 8 rows", "D2", d128, 8, 16),
-        ("decode bf16, 8 rows", "L8", d128, 8, 16),
-        ("decode bf16, 8 rows", "b1-4096", d128, 8, 16),
-        ("decode bf16, 32 rows", "D2-q4", d128, 32, 16),
-        ("decode bf16, 64 rows", "D2-q8", d128, 64, 16),
-        ("decode bf16, head dim 64, 8 rows", "D2-d64", d64, 8, 16),
-        ("decode bf16, head dim 256, 8 rows", "D2-d256", d256, 8, 16),
         ("decode e4m3, 8 rows", "D2-fp8", d128, 8, 8),
         ("decode e4m3, 32 rows", "D2-q4-fp8", d128, 32, 8),
         ("decode NVFP4, 8 rows", "D2-nvfp4", d128, 8, NVFP4_BITS),
@@ -105,9 +101,26 @@ def _decode_plans() -> Iterator[Plan]:
             yield Plan(f"MLA {kind}, {packed} rows", latent, step, DECODE_FAMILY)
 
 
-def table(rates: Rates) -> str:
-    """Return a Markdown table with a row for each planned kernel."""
-    return tabulate([_cells(one, rates) for one in plans(rates)], HEADERS, tablefmt="github", disable_numparse=True)
+def compiled_decodes(rates: Rates) -> Iterator[Plan]:
+    """Yield the compiled decode kernels of 16-bit caches, and kernels that issue S of the next leaf sooner."""
+    q2 = replace(_CASES["D2-q4"], name="D2-q2", q_len=2)
+    wide = [_CASES[name] for name in ("D2", "L8", "b1-4096", "D2-q4", "D2-q8", "D2-d64", "D2-d256")]
+    for case in (*wide[:3], q2, *wide[3:]):
+        yield Plan(_name(case), case, compiled_decode(case, rates.arch), DECODE_FAMILY)
+    for case in (wide[0], q2, wide[4]):
+        step = compiled_decode(case, rates.arch, scores_ahead=True)
+        yield Plan(f"{_name(case)}, S a leaf ahead (planned)", case, step, DECODE_FAMILY)
+
+
+def _name(case: Decode) -> str:
+    dim = "" if case.head_dim == 128 else f", head dim {case.head_dim}"
+    return f"decode bf16{dim}, {case.heads // case.kv_heads * case.q_len} rows"
+
+
+def table(rates: Rates, chosen: Iterable[Plan] | None = None) -> str:
+    """Return a Markdown table with a row for each of these kernels, or for each planned kernel."""
+    rows = [_cells(one, rates) for one in (plans(rates) if chosen is None else chosen)]
+    return tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
 
 
 def _cells(one: Plan, rates: Rates) -> list[Any]:

@@ -66,6 +66,8 @@ MMA_INTERVALS = (
 MEMORY_SOURCE = f"{_SEMIANALYSIS}: tma2d_throughput (B200); B300 reads 6.96e12 by TMA ({_GB300})"
 MEMORY_BY_BYTES_IN_FLIGHT = {16 << 10: 3.7e12, 32 << 10: 5.8e12, 64 << 10: 7.2e12, 128 << 10: 7.26e12}  # of an SM
 
+BYTES_IN_FLIGHT = 48 << 10  # of an SM, for the latency of a load; the rate is then nine tenths of the largest
+
 TMA_LOAD_SOURCE = f"{_TRITON}: one load without others beside it"
 TMA_LOAD_CYCLES = {16 << 10: 530, 64 << 10: 925}  # by bytes
 
@@ -147,6 +149,12 @@ class Rates:
         most = max(MEMORY_BY_BYTES_IN_FLIGHT)
         share = interpolated(MEMORY_BY_BYTES_IN_FLIGHT, min(in_flight, most)) / MEMORY_BY_BYTES_IN_FLIGHT[most]
         return share * self.hbm_bytes / self.sms / self.clock
+
+    @property
+    def memory_latency(self) -> float:
+        """Cycles of a load from memory while all SMs read with :data:`BYTES_IN_FLIGHT` requested by each: these bytes
+        over the rate that they reach (Little's law)."""
+        return BYTES_IN_FLIGHT / self.memory_bytes(BYTES_IN_FLIGHT)
 
     @property
     def timings(self) -> dict[str, Timing]:

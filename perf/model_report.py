@@ -53,6 +53,11 @@ The range of a prediction below is its value divided by the largest and by the l
 "fit" gave the model a rate, so they confirm nothing.
 """
 
+_DECODES = """Decode of 16-bit caches. A step is a leaf. Its chain is that of one warpgroup, with keys and values in
+shared memory: S, softmax, P, O, and the node. One node is combined with another for each leaf, or for four leaves if
+leaves are added before the tree.
+"""
+
 _PLANS = """Steps of kernels that are not written, and of the compiled MLA kernel beside them. Latencies of softmax and
 of rescales of O are estimates, checked against the compiled kernels.
 """
@@ -76,8 +81,9 @@ _ASSUMPTIONS = """## Assumptions
 * CTAs take work tiles one by one in the kernel's order.
 * The clock does not fall under load. A B200 lowers it at its power limit, which dense products reach.
 * Decode and MLA spread keys evenly over all SMs, and add one launch. Partials and their combine are left out.
-* Issue slots of decode are counted in the machine code of the mma.sync kernels. The warp that issues products shares no
-  sub-partition with a warp that loads.
+* Issue slots of planned decode are counted in the machine code of the mma.sync kernels. The warp that issues products
+  shares no sub-partition with a warp that loads. Compiled decode counts its own machine code.
+* A load from memory takes 1.1 us while all SMs read: 48 KiB in flight in each, over the rate that this reaches.
 * An arrival at a barrier of another CTA costs what an arrival at an own barrier costs. The GPU-wide fence that ptxas
   makes of a release in cluster scope is left out.
 """
@@ -88,6 +94,7 @@ def report(arch: str) -> str:
     rates = RATES[arch]
     known = _known(arch)
     predictions = [_predict(case, does, arch, rates) for case, does in known.values()]
+    decodes = list(blackwell_plans.compiled_decodes(rates))
     parts = [
         _INTRODUCTION,
         f"GPU: {rates.gpu} ({arch}).",
@@ -99,6 +106,8 @@ def report(arch: str) -> str:
         "Losses one after the other; their product is the share of the dense rate.\n",
         _losses(predictions),
         "\n".join(f"- {prediction.case.title}" for prediction in predictions),
+        _DECODES,
+        blackwell_plans.table(rates, decodes),
         "## Planned kernels\n",
         _PLANS,
         blackwell_plans.table(rates),
@@ -106,7 +115,10 @@ def report(arch: str) -> str:
         "head dim 256: one CTA of a pair. The largest limits.\n",
         unit_table(
             {one.case.name: one.kernel.steady for one in predictions}
-            | {one.name: calibration.steady_step(one.loop).time(rates) for one in blackwell_plans.plans(rates)}
+            | {
+                one.name: calibration.steady_step(one.loop).time(rates)
+                for one in (*decodes, *blackwell_plans.plans(rates))
+            }
         ),
         "## PTX beside machine code\n\nA warp's step of one query tile: instructions, results of a lane by unit, and "
         "the cycles that the warp takes alone.\n",
@@ -134,6 +146,8 @@ def summary() -> str:
     for rates in RATES.values():
         predictions = [_predict(case, does, rates.arch, rates) for case, does in _known(rates.arch).values()]
         parts += [f"Compiled kernels, {rates.gpu}:\n", prediction_table(predictions)]
+        decodes = blackwell_plans.table(rates, blackwell_plans.compiled_decodes(rates))
+        parts += [f"Compiled decode kernels, {rates.gpu}:\n", decodes]
         parts += [f"Planned kernels, {rates.gpu}:\n", blackwell_plans.table(rates)]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
 

@@ -16,7 +16,8 @@ from hopwell.perf.blackwell_rates import Rates, mma_interval, operand_bytes
 MUFU, FMA, ALU, CONVERSION = "MUFU", "FMA", "ALU", "conversion"  # units of a lane
 MMA, SHARED, TENSOR_MEMORY, ISSUE = "MMA", "shared memory", "tensor memory", "issue"
 L2, MEMORY, CHAIN, OUTPUT_CHAIN = "L2", "memory", "softmax chain", "chain of O"
-UNITS = (MMA, SHARED, MUFU, FMA, ALU, CONVERSION, ISSUE, TENSOR_MEMORY, L2, MEMORY, CHAIN, OUTPUT_CHAIN)
+LOAD_CHAIN = "chain of loads"
+UNITS = (MMA, SHARED, MUFU, FMA, ALU, CONVERSION, ISSUE, TENSOR_MEMORY, L2, MEMORY, CHAIN, OUTPUT_CHAIN, LOAD_CHAIN)
 
 Busy = Mapping[str, float]
 
@@ -67,6 +68,11 @@ class Mma:
         return mma_interval(self.rows, self.columns, pair=self.pair, a_in_tensor_memory=self.a_in_tensor_memory)
 
     @property
+    def interval(self) -> float:
+        """Cycles from one MMA of the burst to the next."""
+        return self._interval()[0]
+
+    @property
     def shared_bytes(self) -> int:
         sizes = dict(pair=self.pair, a_in_tensor_memory=self.a_in_tensor_memory)
         return self.count * operand_bytes(self.rows, self.columns, **sizes)
@@ -97,6 +103,17 @@ class Traffic:
 
     def latency(self, rates: Rates) -> float:
         return rates.tma_load(self.l2 + self.memory)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The latency of a load from memory until its barrier, while all SMs read; :class:`Traffic` has its bytes."""
+
+    def busy(self, rates: Rates) -> Busy:
+        return {}
+
+    def latency(self, rates: Rates) -> float:
+        return rates.memory_latency
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hopwell.kernels.sm100.mla.config import shipped_sm100_mla_configs
 from hopwell.kernels.sm100.mla.correction import RESCALED_COLUMNS
 from hopwell.kernels.sm100.prefill.config import HALVES
 from hopwell.perf import blackwell_plans, calibration
-from hopwell.perf.blackwell_kernels import DEQUANT, NVFP4_BITS, leaves, mla, pair_prefill, prefill
+from hopwell.perf.blackwell_kernels import DEQUANT, NVFP4_BITS, Order, leaves, mla, pair_prefill, prefill
 from hopwell.perf.blackwell_rates import (
     B200,
     B300,
@@ -34,6 +34,7 @@ from hopwell.perf.sass import Timing, disassemble, issue_times, sass_loops
 from hopwell.perf.steps import (
     CHAIN,
     ISSUE,
+    LOAD_CHAIN,
     MEMORY,
     MMA,
     MUFU,
@@ -172,11 +173,30 @@ def test_bytes_of_mla_on_a_pair() -> None:
         assert units[SHARED] == pytest.approx((73728 + a + 65536 + 32768 + 16384 + 139264) / 128 / 0.82)
         assert units[MEMORY] == pytest.approx(73728 / B200.memory_bytes(128 << 10))
     own = 64 * 256 * 2  # bytes of a CTA's own keys and columns of V, which K has already
-    loaded, shared = (mla(16, shares_keys=shares).time(B200).units[SHARED] for shares in (False, True))
+    loaded, shared = (mla(16, in_place=order).time(B200).units[SHARED] for order in (None, Order.STEPS))
     assert loaded - shared == pytest.approx(own / 128 / 0.82)
     half, whole = mla(8).time(B200).units, mla(16).time(B200).units
     assert half[SHARED] == pytest.approx(whole[SHARED] / 2)
     assert mla(16, 2 / 3, packed_rows=True).time(B200).units[MEMORY] < whole[MEMORY]
+
+
+def test_keys_in_the_place_of_values_wait_for_a_load() -> None:
+    """S of a step, a quarter of P V and a load from memory follow each other, with two steps in shared memory."""
+    chain = mla(16, 2 / 3, in_place=Order.STEPS).time(B200)
+    assert chain.units[LOAD_CHAIN] == pytest.approx(36 * 32.7 + 4 * 64.7 + 170 + B200.memory_latency)
+    assert chain.limiter == LOAD_CHAIN
+    assert chain.cycles > mla(16, 2 / 3).time(B200).cycles, "worse than V of its own"
+    boxes = mla(16, 2 / 3, in_place=Order.BOXES).time(B200)
+    assert boxes.limiter == SHARED
+    slow = replace(B200, hbm_bytes=0.9 * B200.hbm_bytes)
+    assert mla(16, 2 / 3, in_place=Order.BOXES).time(slow).units[LOAD_CHAIN] > boxes.cycles
+    assert mla(16, 2 / 3).time(B200).units[LOAD_CHAIN] == 0
+    assert mla(8, 8 / 9, in_place=Order.STEPS).time(B200).units[LOAD_CHAIN] < 1000, "four steps fit"
+
+
+def test_a_load_takes_the_bytes_in_flight_over_their_rate() -> None:
+    """Little's law: 48 KiB in flight in each SM reach 6.5 of 7.26 TB/s, so each byte takes 1.12 us."""
+    assert B200.memory_latency == pytest.approx(148 * (48 << 10) / 6.5e12 * B200.clock)
 
 
 def test_decode_reads_its_cache_once() -> None:

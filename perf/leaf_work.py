@@ -1,0 +1,187 @@
+"""Work of a tcgen05 decode kernel for one leaf of keys, read from its machine code, and its step in the model.
+
+A consumer warpgroup does everything of a leaf in sequence. Its first warp also issues the products.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hopwell.kernels.capability.shipped import kernels_to_ship
+from hopwell.kernels.config.base import BLOCK_COLUMNS, KvFetch
+from hopwell.kernels.config.splitting import LEAF_TILE
+from hopwell.kernels.hardware import WARPGROUP
+from hopwell.kernels.jit.toolchain import artifact
+from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
+from hopwell.kernels.sm100.decode.kernel import MMA_ROWS
+from hopwell.kernels.support import TYPES_16BIT
+from hopwell.perf.blackwell_rates import MMA_DEPTH_BYTES, Rates
+from hopwell.perf.decode_workloads import Decode
+from hopwell.perf.kernel_work import sass_results, skipped
+from hopwell.perf.loops import Loop, innermost
+from hopwell.perf.sass import Sass, Timing, disassemble, issue_times, sass_loops
+from hopwell.perf.steps import LOAD_CHAIN, Busy, Chain, Instructions, Load, Mma, Operation, Step, Traffic
+
+PAGE = 64  # tokens of a page
+HALF_LANES = 2  # an accumulator of 64 rows has half of the lanes of tensor memory
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Machine code of a leaf whose keys are all visible.
+
+    Attributes:
+        parts: up to the wait for S, up to the wait for O, up to the node, and the tree of nodes.
+        bursts: products of one warpgroup's S and O.
+        leaves_of_node: leaves that are added up before the tree.
+        scores_ahead: whether the products of the next leaf's S follow the products of this leaf's O at once. The warps
+            have S in registers by then. No compiled kernel does that.
+    """
+
+    parts: tuple[Sequence[Sass], ...]
+    bursts: tuple[Mma, Mma]
+    warpgroups: int
+    leaves_of_node: int
+    scores_ahead: bool = False
+
+    def busy(self, rates: Rates) -> Busy:
+        """Return the units of the sub-partition whose warps issue the products."""
+        *before, tree = self.parts
+        code = list(itertools.chain(*before))
+        lanes = WARPGROUP * self.warpgroups
+        results, of_tree, share = sass_results(code), sass_results(tree), 1 / self.leaves_of_node
+        return Instructions(
+            {unit: lanes * (results[unit] + share * of_tree[unit]) for unit in {*results, *of_tree}},
+            issue=self.warpgroups * (len(code) + share * len(tree)),
+        ).busy(rates)
+
+    def latency(self, rates: Rates) -> float:
+        """Return the cycles of a leaf for one warpgroup, with all keys and values in shared memory.
+
+        A burst follows the bursts of the other warpgroups, which issue theirs at the same time.
+        """
+        to_scores, to_output, to_node, tree = (_times(code, rates) for code in self.parts)
+        first_score, first_value = (
+            next(time for time, one in zip(times, code, strict=True) if one.root == "UTCHMMA")
+            for times, code in zip((to_scores, to_output), self.parts, strict=False)
+        )
+        score, value = (self.warpgroups * one.count * one.interval for one in self.bursts)
+        signal = self.bursts[0].latency(rates) - self.bursts[0].count * self.bursts[0].interval
+        node = to_node[-1] + tree[-1] / self.leaves_of_node
+        multiplied = first_value + value
+        if not self.scores_ahead:
+            has_scores = max(to_scores[-1], first_score + score + signal)
+            return has_scores + max(to_output[-1], multiplied + signal) + node
+        has_output = max(to_output[-1] + to_scores[-1], multiplied + signal)
+        has_scores = max(to_output[-1] + first_score, multiplied) + score + signal
+        return max(has_output + node, has_scores)
+
+
+def _times(code: Sequence[Sass], rates: Rates) -> list[float]:
+    return issue_times(code, rates.timings, Timing(rates.other_latency))
+
+
+def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
+    """Find the loop over leaves in the machine code of a kernel."""
+    loops = sass_loops(code)
+
+    def having(*roots: str) -> list[Loop]:
+        return innermost(loops, lambda loop: {*roots} <= {code[i].root for i in loop.path})
+
+    (whole,) = having("UTCHMMA", "LDTM", "MUFU")
+    scores, values = sorted((one for one in having("UTCHMMA") if one.body < whole.body), key=lambda one: one.header)
+    path = [i for i in whole.path if i not in _masks(whole.path, code)]
+
+    def of(begin: int, end: int) -> list[int]:
+        return [i for i in path if begin <= i < end]
+
+    def with_products(begin: int, products: Loop) -> tuple[list[int], int]:
+        """Return the path to the wait behind the products of all tiles, and where it ends."""
+        end = next(i for i in path if i > products.latch and code[i].root == "SYNCS")
+        tiles = products.path * config.leaf_tiles
+        return [*of(begin, products.header), *tiles, *of(products.latch + 1, end)], end
+
+    to_scores, first_end = with_products(whole.header, scores)
+    to_output, second_end = with_products(first_end, values)
+    loaded = max(i for i in path if code[i].root == "LDTM")
+    node = next(i for i in path if i > loaded and code[i].root == "BRA")
+    tree = _without_stores(of(node, whole.latch + 1), code)
+    parts = (to_scores, to_output, of(second_end, node), tree)
+    return Leaf(
+        tuple([code[i] for i in part] for part in parts),
+        bursts(config),
+        config.consumer_warpgroups,
+        1 << config.accumulated_levels,
+    )
+
+
+def _masks(path: Sequence[int], code: Sequence[Sass]) -> set[int]:
+    """Return the code that masks a leaf: a branch jumps over it before the first exponential."""
+    first = next(n for n, i in enumerate(path) if code[i].root == "MUFU")
+    return skipped(path[:first], code, "FSEL")
+
+
+def _without_stores(path: Sequence[int], code: Sequence[Sass]) -> list[int]:
+    """Leave out the blocks that store nodes in global memory: few leaves of a long request do."""
+    path = list(path)
+    while stores := skipped(path, code, "STG"):
+        path = [i for i in path if i not in stores]
+    return path
+
+
+def bursts(config: Sm100DecodeConfig) -> tuple[Mma, Mma]:
+    """Return the products of a warpgroup's S and O of a leaf."""
+    rows = config.rows // config.consumer_warpgroups
+    depth = MMA_DEPTH_BYTES // config.q_bytes
+    blocks = config.layout.columns[1] // BLOCK_COLUMNS
+    counts = config.layout.depth[0] // depth, blocks * LEAF_TILE // depth
+    scores, values = (Mma(config.leaf_tiles * count, MMA_ROWS, rows) for count in counts)
+    return scores, values
+
+
+def compiled_leaves(config: Sm100DecodeConfig, code: Sequence[Sass], *, scores_ahead: bool = False) -> Step:
+    """Describe a compiled decode kernel by what its code does. The step is a leaf."""
+    work, tile, tiles = replace(leaf(config, code), scores_ahead=scores_ahead), config.tile, config.leaf_tiles
+    groups, keys = config.consumer_warpgroups, config.leaf_tokens
+    columns = config.layout.columns
+    tile_bytes = [LEAF_TILE * count * config.kv_bytes for count in columns]
+    loaded = tiles * sum(tile_bytes)
+    moved = Traffic(
+        shared=loaded + keys * config.rows * config.q_bytes,
+        memory=loaded,
+        # While K or V of a leaf are multiplied, their stages wait for nothing.
+        in_flight=tile.kv_stages * sum(tile_bytes) - tiles * max(tile_bytes),
+    )
+    accumulators = 4 * config.rows * (keys + columns[1]) * HALF_LANES
+    operations: tuple[Operation, ...] = (*work.bursts * groups, work, moved, Instructions(loaded=accumulators))
+    # A stage is loaded again as soon as its products are done.
+    ahead = tile.kv_stages // tiles
+    reloads = (Chain((one, Load()), ahead, LOAD_CHAIN) for one in work.bursts)
+    flop = 2 * config.rows * keys * (config.head_dim_qk + config.head_dim_v)
+    return Step(keys, flop, operations, (Chain((work,)), *reloads))
+
+
+def config_of_decode(case: Decode, arch: str) -> Sm100DecodeConfig:
+    """Return the tcgen05 kernel of a case with a 16-bit cache in pages. New tokens of a request have no masked keys in
+    all but their last leaf.
+
+    Raises:
+        ValueError: there is no such kernel.
+    """
+    rows = case.heads // case.kv_heads * case.q_len
+    wanted = ("bf16", case.head_dim, case.v_head_dim, MaskKind.FULL, KvFetch.PAGE_BOXES, PAGE)
+    for config in kernels_to_ship(arch, (TYPES_16BIT,)):
+        if isinstance(config, Sm100DecodeConfig) and config.rows == rows:
+            has = (config.dtype, config.head_dim_qk, config.head_dim_v, config.mask, config.kv_fetch, config.box_rows)
+            if has == wanted:
+                return config
+    raise ValueError(f"{case.name}: no tcgen05 decode kernel for {rows} packed rows at head dim {case.head_dim}")
+
+
+def compiled_decode(case: Decode, arch: str, *, scores_ahead: bool = False) -> Step:
+    """Return the step of the compiled kernel of a case."""
+    config = config_of_decode(case, arch)
+    return compiled_leaves(config, disassemble(artifact(config).cubin), scores_ahead=scores_ahead)

@@ -1,0 +1,111 @@
+"""The model of compiled tcgen05 decode: its reading of machine code, and the chain of a leaf."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("tabulate")
+
+from hopwell.perf.blackwell_rates import B200
+from hopwell.perf.decode_workloads import DECODE
+from hopwell.perf.leaf_work import Leaf, compiled_leaves, config_of_decode, leaf
+from hopwell.perf.sass import Sass
+from hopwell.perf.steps import CHAIN, ISSUE, LOAD_CHAIN, MEMORY, MMA, SHARED, Mma
+
+CASES = {case.name: case for case in DECODE}
+PLAIN = 1 | 7 << 5 | 7 << 8  # control word: one cycle, no scoreboard
+
+# A leaf: two loops over tiles that issue products, a mask, softmax, and a tree with a store to global memory.
+LOOP = (
+    ("IADD3", -1),
+    ("UIADD3", -1),  # 1: tiles of S
+    ("UTCHMMA gdesc", -1),
+    ("BRA.U UP1, `(tiles)", 1),
+    ("SYNCS.PHASECHK", -1),
+    ("LDTM", -1),
+    ("@P0 BRA `(unmasked)", 9),
+    ("FSEL", -1),
+    ("FSEL", -1),
+    ("MUFU.EX2", -1),  # 9: unmasked
+    ("UTCHMMA gdesc", -1),  # 10: tiles of O
+    ("BRA.U UP1, `(tiles)", 10),
+    ("SYNCS.PHASECHK", -1),
+    ("LDTM", -1),
+    ("@P0 BRA `(end)", 19),
+    ("FFMA", -1),
+    ("@P2 BRA `(waits)", 18),
+    ("STG", -1),
+    ("STS", -1),  # 18: waits
+    ("@P1 BRA `(leaf)", 0),
+    ("EXIT", -1),
+)
+CODE = [Sass(text, PLAIN, target) for text, target in LOOP]
+
+
+def roots(part: list[Sass]) -> list[str]:
+    return [one.root for one in part]
+
+
+def test_the_parts_of_a_leaf() -> None:
+    """Tiles are repeated; masks and stores of nodes in global memory are left out."""
+    config = config_of_decode(CASES["D2"], "sm_100a")
+    assert config.leaf_tiles == 2
+    found = leaf(config, CODE)
+    tile = ["UIADD3", "UTCHMMA", "BRA"]
+    to_scores, to_output, to_node, tree = map(roots, found.parts)
+    assert to_scores == ["IADD3", *tile, *tile]
+    assert to_output == ["SYNCS", "LDTM", "BRA", "MUFU", *["UTCHMMA", "BRA"] * 2]
+    assert to_node == ["SYNCS", "LDTM"]
+    assert tree == ["BRA", "FFMA", "BRA", "STS", "BRA"]
+    assert found.bursts == (Mma(16, 64, 8), Mma(16, 64, 8))
+    assert (found.warpgroups, found.leaves_of_node) == (1, 1)
+
+
+def test_two_warpgroups_share_the_rows_and_read_all_keys() -> None:
+    config = config_of_decode(CASES["D2-q8"], "sm_100a")
+    found = leaf(config, CODE)
+    assert found.bursts == (Mma(32, 64, 32), Mma(32, 64, 32))
+    assert (found.warpgroups, found.leaves_of_node) == (2, 4)
+    units = compiled_leaves(config, CODE).time(B200).units
+    assert units[MMA] == pytest.approx(2 * 2 * 32 * (64 + 32) * 32 / 128)
+    operands, p_bytes = 4 * 32 * (64 + 32) * 32, 256 * 64 * 2
+    assert units[SHARED] == pytest.approx((operands + 131072 + p_bytes) / 128 / B200.shared_reach)
+
+
+def test_the_chain_of_a_leaf() -> None:
+    """Each instruction takes a cycle here. Products take 18 cycles each, and their signal 140."""
+    code = [Sass(f"{root} R1", PLAIN) for root in ("IADD3", "UTCHMMA", "FFMA", "FFMA")]
+    one = Leaf((code, code, code, code), (Mma(4, 64, 8), Mma(4, 64, 8)), warpgroups=1, leaves_of_node=1)
+    products = 4 * 18
+    assert one.latency(B200) == pytest.approx(2 * (1 + products + 140) + 3 + 3)
+    assert replace(one, leaves_of_node=4).latency(B200) == pytest.approx(2 * (1 + products + 140) + 3 + 3 / 4)
+    assert replace(one, warpgroups=2).latency(B200) == pytest.approx(2 * (1 + 2 * products + 140) + 6)
+    assert replace(one, scores_ahead=True).latency(B200) == pytest.approx(1 + 2 * products + 140)
+    assert one.busy(B200)[ISSUE] == 16
+
+
+def test_a_leaf_reads_its_bytes_and_stages_are_loaded_ahead() -> None:
+    """One leaf of head dim 256 is in flight, and two of head dim 128."""
+    wide, narrow = (compiled_leaves(config_of_decode(CASES[name], "sm_100a"), CODE) for name in ("D2-d256", "D2"))
+    assert (wide.keys, narrow.keys) == (128, 128)
+    assert wide.time(B200).units[MEMORY] == pytest.approx(131072 / B200.memory_bytes(64 << 10))
+    assert narrow.time(B200).units[MEMORY] == pytest.approx(65536 / B200.memory_bytes(96 << 10))
+    assert wide.time(B200).units[LOAD_CHAIN] == pytest.approx(32 * 18 + 140 + B200.memory_latency)
+    assert narrow.time(B200).units[LOAD_CHAIN] == pytest.approx((16 * 18 + 140 + B200.memory_latency) / 2)
+
+
+def test_other_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="128 packed rows"):
+        config_of_decode(replace(CASES["D2"], q_len=16), "sm_100a")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "limit"), [("D2", MEMORY), ("D2-q4", MEMORY), ("D2-q8", CHAIN), ("D2-d256", MEMORY)])
+def test_compiled_leaves(name: str, limit: str) -> None:
+    from hopwell.perf.leaf_work import compiled_decode
+
+    time = compiled_decode(CASES[name], "sm_100a").time(B200)
+    assert time.limiter == limit
+    assert 1500 < time.units[CHAIN] < 7000
