@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts.core import copy
@@ -27,7 +27,12 @@ class TensorLeafAttend(LeafAttend):
         rings, kernel = self.rings, self.kernel
         tiles = self.operands.tiles_at_once(kernel)
         accumulators = Accumulators(kernel, rings.s, rings.o, self.tensor_memory, kernel.row_part(), tiles)
-        return self.operands.create(kernel, self.tiles, rings, accumulators)
+        operands = self.operands.create(kernel, self.tiles, rings, accumulators)
+        if const_expr(kernel.config.accumulated_levels > 0):
+            # The compiler selects the state that a node begins with, and a select reads the state before it, too.
+            self.softmax.reset()
+            operands.o.fill(0.0)
+        return operands
 
 
 @dataclass(frozen=True)
