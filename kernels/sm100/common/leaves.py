@@ -11,6 +11,7 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array
 from hopwell.kernels.parts.core.pipeline import Edge, Roles
+from hopwell.kernels.parts.partition.stream_k import StreamKTile
 from hopwell.kernels.sm90.decode.leaves import STATE_BYTES
 from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafProducts
 from hopwell.kernels.sm100.common import tmem
@@ -33,6 +34,11 @@ class TensorLeafAttend(LeafAttend):
             self.softmax.reset()
             operands.o.fill(0.0)
         return operands
+
+    def begin_segment(self, operands, tile: StreamKTile, work, step) -> None:
+        operands.begin(self.rings.q, work)
+        if const_expr(operands.issues_ahead):
+            operands.issue_first(step, tile.keys.end - tile.keys.begin, self.rings.q.stage(work))
 
 
 @dataclass(frozen=True)

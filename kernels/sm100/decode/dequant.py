@@ -43,6 +43,8 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
     exchange: WarpgroupExchange
     first_row: Any  # of this warpgroup in the tile
 
+    issues_ahead = False  # whether S of a leaf is issued before the leaf before it is complete
+
     @staticmethod
     def tiles_at_once(kernel) -> int:
         """Return the tiles whose products are waited for together: the tiles of a leaf."""

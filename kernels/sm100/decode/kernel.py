@@ -11,9 +11,11 @@ for each two keys and 64 columns of V.
 
 Steady state: memory is the limit. A leaf is two tiles, A and B, or four.
 
-    memory         | A'                                    | B'                                    | ...
-    tensor cores   | S(A) | S(B) |                         | O = P V (A) | O += P V (B) |         waits
-    attend         |    waits    | load S | P of both | meet |          waits           | load O | nodes | waits
+S of the next leaf is issued behind O of this one, so that its products overlap the load of O and the tree.
+
+    memory         | A'                                  | B'                                  | ...
+    tensor cores   |                         | O = P V (A) | O += P V (B) | S(A') | S(B') | waits
+    attend         | load S | P of both | meet |          waits           | load O | nodes  | load S ...
 """
 
 from dataclasses import replace
@@ -28,7 +30,7 @@ from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.parts.core.device import device_struct, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
-from hopwell.kernels.parts.core.pipeline import Reader, Rings
+from hopwell.kernels.parts.core.pipeline import Reader, Ring, Rings
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS
 from hopwell.kernels.parts.rows.softmax import HalfLeafSoftmax, HalfSoftmax
 from hopwell.kernels.sm90.decode.base import argument_types
@@ -56,6 +58,11 @@ class TensorLeafOperands:
     s: Any  # scores of the tiles of a leaf in registers, in the order of wgmma's accumulators
     o: Any
     accumulators: Accumulators
+    k_ring: Ring
+    end_step: Any  # in a register: the step after the segment's last tile
+    q_stage: Any  # in a register
+
+    issues_ahead = True
 
     @staticmethod
     def tiles_at_once(kernel) -> int:
@@ -75,6 +82,9 @@ class TensorLeafOperands:
             s=cute.make_rmem_tensor(part.rows * c.leaf_tiles // 2, Float32),
             o=cute.make_rmem_tensor(part.rows * c.value_blocks // 2, Float32),
             accumulators=accumulators,
+            k_ring=rings.k,
+            end_step=cute.make_rmem_tensor(1, Int32),
+            q_stage=cute.make_rmem_tensor(1, Int32),
         )
 
     @property
@@ -93,14 +103,21 @@ class TensorLeafOperands:
         """Release Q after the segment's last product."""
         q_ring.release(work)
 
+    def issue_first(self, step, leaves, q_stage) -> None:
+        """Issue S^T of the first of a segment's ``leaves``."""
+        self.end_step[0] = step + leaves * self.leaf_tiles
+        self.q_stage[0] = q_stage
+        self._issue_scores(step)
+
     def multiply_keys(self, ring, step, q_stage) -> None:
-        """Compute S^T of a leaf; ``step`` is the number of its first tile."""
-        self._issue_scores(ring, step, q_stage)
+        """Load S^T of a leaf, which has been issued before; ``step`` is the number of its first tile."""
         self.accumulators.take_s(step, self.s)
 
     @cute.jit
-    def _issue_scores(self, ring, step, q_stage):
-        if warp_in_warpgroup() == ISSUING_WARP:
+    def _issue_scores(self, step):
+        """Issue S^T of the leaf whose first tile is number ``step``, if the segment has it."""
+        ring, q_stage = self.k_ring, self.q_stage[0]
+        if warp_in_warpgroup() == ISSUING_WARP and step < self.end_step[0]:
             place, rows = self.accumulators.place("s"), self.accumulators.rows
             mma, depth, q = Mma(self.kernel.dtype, rows, MMA_ROWS), self.kernel.layout.depth[0], self.q.at(q_stage)
             # Not unrolled: the compiler would compute all descriptors and barriers before the leaves, and spill.
@@ -122,7 +139,7 @@ class TensorLeafOperands:
 
     @cute.jit
     def multiply_values(self, ring, step):
-        """Issue O^T of a leaf. The products are still in flight on return."""
+        """Issue O^T of a leaf, and S^T of the next leaf. The products are still in flight on return."""
         if warp_in_warpgroup() == ISSUING_WARP:
             place, rows = self.accumulators.place("o"), self.accumulators.rows
             mma = Mma(self.kernel.dtype, rows, MMA_ROWS, m_major_a=True)
@@ -136,6 +153,7 @@ class TensorLeafOperands:
                         issue(place + block * rows, v, p, mma, (0, LEAF_TILE), (i > 0).to(Int32))
                     tmem.commit(shared_address(ring.empty + stage))
             self.accumulators.signal(self.accumulators.o_ring, step)
+        self._issue_scores(step + self.leaf_tiles)
 
     def finish_values(self, ring, step) -> None:
         """Wait for O^T of a leaf, and load or add it."""

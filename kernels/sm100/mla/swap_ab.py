@@ -49,6 +49,8 @@ class TensorLatentOperands:
     o: Any
     accumulators: Accumulators
 
+    issues_ahead = False  # whether S of a leaf is issued before the leaf before it is complete
+
     @staticmethod
     def tiles_at_once(kernel) -> int:
         """Return the tiles whose products are waited for together."""

@@ -355,6 +355,10 @@ class LeafAttend:
     def create_operands(self) -> Any:
         return self.operands.create(self.kernel, self.tiles)
 
+    def begin_segment(self, operands, tile: StreamKTile, work, step) -> None:
+        """Prepare the operands for a segment whose first tile of keys is the ``step``-th of this CTA."""
+        operands.begin(self.rings.q, work)
+
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring, part = self.rings.q, self.kernel.row_part()
@@ -367,7 +371,7 @@ class LeafAttend:
             self.exchange.meet()
             tile = part.of(tile)
             q_ring.wait_full(work)
-            operands.begin(q_ring, work)
+            self.begin_segment(operands, tile, work, step)
             if const_expr(self.kernel.config.k_head_scales):
                 operands.scale_scores(self.logits.head_scale(tile))
             row = partial(self.logits.logit_row, tile, 0, operands.scores())
