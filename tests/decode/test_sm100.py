@@ -22,8 +22,9 @@ from hopwell import emulator
 from hopwell.kernels import execute, registry
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.launch import geometry
-from hopwell.kernels.problem import AttentionProblem, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, MaskKind
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
+from hopwell.kernels.support import BLACKWELL
 from tests.decode import test_clients as clients
 
 pytestmark = pytest.mark.emulator
@@ -33,7 +34,12 @@ ARCH, HOPPER = "sm_100a", "sm_90a"
 
 @pytest.fixture(autouse=True)
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give CPU tensors the kernels of Blackwell, and refuse problems that tcgen05 decode does not serve."""
     monkeypatch.setenv("HOPWELL_EMULATE", ARCH)
+    for arch in BLACKWELL:
+        first, *_ = registry.IMPLEMENTATIONS[Family.DECODE, arch]
+        assert first.config is Sm100DecodeConfig
+        monkeypatch.setitem(registry.IMPLEMENTATIONS, (Family.DECODE, arch), (first,))
 
 
 def all_schedules(seed: int, arch: str = ARCH) -> Sequence[Setting]:
@@ -72,7 +78,6 @@ def test_decode(config: Sm100DecodeConfig) -> None:
     ways = all_schedules(COVERING_SM100_DECODE.index(config), config.arch)
     check_config(config, case_of(config), page_size(config), "cpu", ways)
     assert not emulator.report().warnings
-    assert "DecodeSm100" in emulator.report().kernel
 
 
 def both(problem: AttentionProblem, arch: str = ARCH) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,7 +178,6 @@ def in_nhd(pool: torch.Tensor) -> torch.Tensor:
 def test_ranks_that_share_keys(q_lens: list[int], heads: int) -> None:
     """DCP ranks have every second key, and their outputs merge to the output of all keys."""
     clients.test_context_parallel_ranks(q_lens, heads, None, "cpu")
-    assert "DecodeSm100" in emulator.report().kernel
 
 
 def test_ragged_drafts_do_not_depend_on_their_bound() -> None:
@@ -189,7 +193,6 @@ def test_pages_of_k_and_v() -> None:
     """K and V have separate page ids, in both layouts."""
     for layout in ("HND", "NHD"):
         clients.test_pages_of_k_and_v(3, None, layout, "cpu")
-        assert "DecodeSm100" in emulator.report().kernel
 
 
 @pytest.mark.parametrize("rows", [8, 64])

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.cases.decode import KV_DTYPES
 from helpers.cases.kernel_problems import CACHES, cache, empty, paged
 from helpers.covering.configs import PAGES16
 from helpers.covering.sm100_decode import COVERING_SM100_DECODE, page_size
 
 from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import DTYPES, KvFetch, KvType, paged_fetches
-from hopwell.kernels.config.decode import DRAFT_MASKS, HEAD_DIMS, MASKS, resolve_decode
+from hopwell.kernels.config.decode import DRAFT_MASKS, HEAD_DIMS, KV_TYPES, MASKS, resolve_decode, tiles_with_tree
 from hopwell.kernels.config.splitting import LEAF_TILE, node_bytes, tree_rows
-from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP, WARPS
 from hopwell.kernels.launch.geometry import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, DcpRank, Family, Mask, MaskKind, TokenOffsets
 from hopwell.kernels.registry import build, resolve, scratch_bytes, shipped_configs
+from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
+from hopwell.kernels.sm100.common.leaves import TensorProducts
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
-from hopwell.kernels.sm100.decode.kernel import DecodeSm100
-from hopwell.kernels.support import BLACKWELL
+from hopwell.kernels.support import BLACKWELL, DECODE_NVFP4_HEAD_DIMS
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
 
 pytestmark = pytest.mark.traced
@@ -67,6 +67,41 @@ class TestResolve:
                 assert found.matrix_instruction == "tcgen05"
             else:
                 assert found.matrix_instruction == "mma.sync"
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+    @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+    def test_8_bit_caches(self, dims: tuple[int, int], dtype: torch.dtype, arch: str) -> None:
+        """Up to 64 packed rows to head dim 128, and 8 beyond."""
+        most = 64 if dims[0] <= 128 else 8 if dims[0] <= 256 else 0
+        for rows in (1, 8, 9, 32, 33, 64, 65):
+            found = resolve(problem(dims, rows, dtype=dtype), arch)
+            assert type(found) is (Sm100DecodeConfig if rows <= most else Sm120DecodeConfig), rows
+            if rows <= most:
+                assert found.rows == min(m for m in (8, 32, 64) if m >= rows)
+                assert (found.matrix_instruction, found.dtype) == ("tcgen05", "bf16")
+
+    @pytest.mark.parametrize("dims", DECODE_NVFP4_HEAD_DIMS, ids=str)
+    def test_nvfp4_caches(self, dims: tuple[int, int], arch: str) -> None:
+        """Up to 8 packed rows."""
+        key, value = cache("tuple-HND", 16, (dims[0] // 2, dims[1] // 2), dtype=torch.uint8)
+        for rows in (1, 8, 9, 33):
+            of = replace(problem(dims, rows), key=key, value=value, kv_scales=(key, value))
+            found = resolve(of, arch)
+            assert type(found) is (Sm100DecodeConfig if rows <= 8 else Sm120DecodeConfig), rows
+            assert found.kv_type is KvType.NVFP4
+
+    def test_outputs_and_scales_of_8_bit_caches(self, arch: str) -> None:
+        one, two = (empty(count, dtype=torch.float32) for count in (1, 2))
+        out = empty(60, 16, 128, dtype=torch.float8_e4m3fn)
+        for k_scale, v_scale in itertools.product((one, two), repeat=2):
+            given = dict(dtype=torch.float8_e4m3fn, out=out, softmax_scale=k_scale, output_scale=v_scale)
+            found = resolve(problem(**given), arch)
+            assert isinstance(found, Sm100DecodeConfig)
+            assert (found.out_dtype, found.k_head_scales, found.v_head_scales) == (
+                "e4m3",
+                k_scale is two,
+                v_scale is two,
+            )
 
     def test_rows_are_heads_times_new_tokens(self, arch: str) -> None:
         for heads, q_len, own in ((4, 16, True), (4, 17, False), (64, 1, True), (1, 64, True), (8, 9, False)):
@@ -167,7 +202,13 @@ def test_what_is_shipped(arch: str) -> None:
     for dim in COMPILED_DIMS:
         assert {c.rows for c in wide if c.head_dim_qk == dim} == {*tree_rows(dim)}
     assert len(wide) == len(set(wide)) == len(DTYPES) * len(MASKS) * len(paged_fetches(LEAF_TILE)) * (4 + 4 + 2)
-    assert all("_tcgen05_" in c.name and c.out_dtype == c.dtype for c in wide)
+    assert all("_tcgen05_" in c.name and c.out_dtype == c.dtype for c in SHIPPED[arch])
+    narrow = [c for c in SHIPPED[arch] if c.kv_type is not KvType.WIDE]
+    kinds = itertools.product(DTYPES.values(), MASKS, (KvType.E4M3, KvType.INT8), paged_fetches(LEAF_TILE))
+    rows = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8,)}
+    assert {(c.dtype, c.mask, c.kv_type, (c.kv_fetch, c.box_rows), c.head_dim_qk, c.rows) for c in narrow} == {
+        (*kind, dim, count) for kind in kinds for dim, counts in rows.items() for count in counts
+    }
 
 
 @pytest.mark.parametrize("arch", BLACKWELL)
@@ -181,23 +222,23 @@ def test_no_shipped_kernel_of_mma_sync_is_without_a_call(arch: str) -> None:
 
 
 def test_covering_ones_stand_for_all() -> None:
-    """Every number of rows comes with each mask and dims; every fetch and mask with each type."""
+    """Every number of rows comes with each mask and head dim, and every type with each mask and head dim."""
     assert len(set(COVERING_SM100_DECODE)) == len(COVERING_SM100_DECODE)
     facts: list[Callable[[Sm100DecodeConfig], Any]] = [
-        lambda c: (c.head_dim_qk, c.rows, c.kv_type),
+        lambda c: (c.head_dim_qk, c.rows, c.kv_bytes),
+        lambda c: (c.head_dim_qk, c.kv_type),
         lambda c: (c.mask, c.head_dim_qk),
-        lambda c: (c.mask, c.rows, c.kv_type),
-        lambda c: (c.dtype, c.mask),
-        lambda c: (c.kv_fetch, c.box_rows),
-        lambda c: (c.kv_fetch, c.mask),
+        lambda c: (c.mask, c.rows, c.kv_bytes),
+        lambda c: (c.mask, c.kv_type),
+        lambda c: (c.dtype, c.kv_type),
+        lambda c: (c.kv_fetch, c.box_rows, c.kv_bytes),
+        lambda c: (c.kv_fetch, c.mask, c.kv_bytes),
     ]
     for fact in facts:
         assert {*map(fact, SHIPPED["sm_100a"])} <= {*map(fact, COVERING_SM100_DECODE)}
     assert {c.arch for c in COVERING_SM100_DECODE} == set(BLACKWELL)
     for config in COVERING_SM100_DECODE:
-        rows, dims = config.rows, (config.head_dim_qk, config.head_dim_v)
-        kind = dict(dtype=KV_DTYPES.get(config.kv_type, {"bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]))
-        assert isinstance(resolve(problem(dims, rows, page_size(config), **kind), config.arch), Sm100DecodeConfig)
+        assert page_size(config) % max(config.box_rows, 1) == 0
 
 
 @pytest.mark.parametrize("arch", BLACKWELL)
@@ -220,57 +261,71 @@ def test_scratch_and_slots(dims: int, rows: int, sms: int, arch: str, monkeypatc
             assert needed <= scratch_bytes(Family.DECODE, arch, bound, 2, dims, kv_len, sms), bound
 
 
+def kernels(dims: tuple[int, int], kv_types: Sequence[KvType] = (*KV_TYPES, KvType.NVFP4)) -> list[Any]:
+    """Return every kernel of head dims with drafts in bf16."""
+    common = ("sm_100a", "bf16", "bf16", *dims)
+    return [
+        build(Sm100DecodeConfig(*common, MaskKind.DRAFT, *fetch, kv_type, rows))[0]
+        for kv_type in kv_types
+        for rows in tiles_with_tree(dims[0], kv_type)
+        for fetch in paged_fetches(LEAF_TILE)
+        if kv_type is not KvType.NVFP4 or dims in DECODE_NVFP4_HEAD_DIMS
+    ]
+
+
 @pytest.mark.parametrize("dims", TREE_DIMS, ids=str)
 class TestResources:
-    def kernels(self, dims: tuple[int, int]) -> list[DecodeSm100]:
-        common = ("sm_100a", "bf16", "bf16", *dims)
-        return [
-            build(Sm100DecodeConfig(*common, MaskKind.DRAFT, *fetch, KvType.WIDE, rows))[0]
-            for rows in tree_rows(dims[0])
-            for fetch in paged_fetches(LEAF_TILE)
-        ]
-
     def test_shared_memory_and_registers(self, dims: tuple[int, int]) -> None:
-        for kernel in self.kernels(dims):
+        for kernel in kernels(dims):
             c = kernel.config
             assert kernel.shared_bytes <= ARCHITECTURES[c.arch].shared_bytes_of(c.ctas_per_sm)
             assert WARPGROUP * sum(c.registers) * c.ctas_per_sm <= REGISTERS
             assert len(c.registers) == 1 + c.consumer_warpgroups
 
     def test_tensor_memory(self, dims: tuple[int, int]) -> None:
-        """S of all tiles of a leaf comes first, then O. With several CTAs on an SM their columns fit together."""
-        for kernel in self.kernels(dims):
+        """S of all tiles of a leaf comes first, then O, then dequantized tiles of each warpgroup. The columns of all
+        CTAs of an SM fit together."""
+        for kernel in kernels(dims):
             c = kernel.config
-            blocks = -(-dims[1] // 64)
-            assert c.columns.widths == dict(s=c.rows * c.leaf_tiles, o=c.rows * blocks)
-            assert (c.columns.first("s"), c.columns.first("o")) == (0, c.rows * c.leaf_tiles)
+            tile = max(-(-kernel.layout.tile_dims[0] // 64), -(-dims[1] // 64)) * 32
+            assert c.columns.widths["s"] == c.rows * c.leaf_tiles
+            assert c.columns.widths["o"] == c.rows * -(-dims[1] // 64)
+            assert c.columns.widths["a"] == c.operand_buffers * c.consumer_warpgroups * tile
+            assert (c.operand_buffers == 0) == (c.kv_type is KvType.WIDE)
+            assert [c.columns.first(name) for name in ("s", "o")] == [0, c.rows * c.leaf_tiles]
             assert c.columns.total <= c.allocated_columns < max(2 * c.columns.total, 33)
             assert c.allocated_columns & (c.allocated_columns - 1) == 0
             assert c.allocated_columns * c.ctas_per_sm <= TENSOR_MEMORY_COLUMNS
 
     def test_edges(self, dims: tuple[int, int]) -> None:
-        """One thread of each warpgroup releases K and V by a commit. S and O are full after one commit."""
-        for kernel in self.kernels(dims):
+        """S and O are full after one commit. One thread of each warpgroup releases 16-bit K and V by a commit. All
+        warps release narrow K and V, and fill operand A."""
+        for kernel in kernels(dims):
             c, warpgroups = kernel.config, kernel.config.consumer_warpgroups
             edges = {e.name: e for e in kernel.edges}
-            assert {*edges} == {"q", "k", "v", "work", "s", "o"}
+            is_wide = c.kv_type is KvType.WIDE
+            assert {*edges} == {"q", "k", "v", "work", "s", "o"} | ({"a"} if c.operand_buffers else set())
             for name in ("k", "v"):
                 assert edges[name].stages == c.tile.kv_stages
-                assert edges[name].consumer_warps * edges[name].consumer_lanes == warpgroups
+                assert edges[name].consumer_warps == (warpgroups if is_wide else WARPS * warpgroups)
+                assert edges[name].consumer_lanes == 1 or not is_wide
             for name in ("s", "o"):
                 assert (edges[name].stages, edges[name].full_arrivals) == (warpgroups, 1)
+            if not is_wide:
+                filled = (edges["a"].stages, edges["a"].full_arrivals, edges["a"].consumer_warps)
+                assert filled == (c.operand_buffers * warpgroups, WARPS, 1)
 
 
-def test_edges_are_in_the_docstring() -> None:
-    document = DecodeSm100.__doc__ or ""
-    kernel, _ = build(SHIPPED["sm_100a"][0])
-    for edge in kernel.edges:
-        assert f"\n        {edge.name}" in document or f", {edge.name}" in document
+def test_edges_are_in_the_docstrings() -> None:
+    document = f"{SwapABDecodeSm90.__doc__}{TensorProducts.__doc__}"
+    for kernel in kernels((128, 128)):
+        for edge in kernel.edges:
+            assert f"\n        {edge.name}" in document or f", {edge.name} " in document
 
 
 def test_more_columns_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sm100DecodeConfig, "leaf_tiles", 8)
-    with pytest.raises(ValueError, match="the kernel needs 640 columns of tensor memory, 512 are there"):
+    with pytest.raises(ValueError, match="1 CTAs of an SM have 512 columns of tensor memory each, not 640"):
         replace(SHIPPED["sm_100a"][0], head_dim_qk=128, head_dim_v=128, rows=64, mask=MaskKind.FULL)
 
 

@@ -77,7 +77,7 @@ def _narrow() -> list[Row]:
         (FP16, 64, 8, WINDOW, PAGES64, e4m3, {}),
         (USUAL, 256, 8, DRAFT, PAGES16, e4m3, {}),
         (TO_E4M3, 256, 8, FULL, ROWS, int8, {}),
-        (USUAL, 80, 8, FULL, ROWS, e4m3, {}),
+        (USUAL, 80, 8, WINDOW, ROWS, e4m3, {}),
         (USUAL, 208, 8, WINDOW, PAGES8, int8, {}),
         (USUAL, (192, 128), 8, DRAFT, PAGES16, e4m3, {}),
         (USUAL, 128, 8, FULL, PAGES8, e4m3, UNEVEN),
