@@ -31,7 +31,7 @@ from hopwell import emulator, layouts
 from hopwell.kernels import execute, registry, warp_mma
 from hopwell.kernels.config.base import KvFetch, KvType
 from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, Score, ScoreKind
-from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 
 ARCH = "sm_120a"
@@ -145,12 +145,15 @@ def run_nvfp4(cell: Cell, arch: str) -> None:
 
 def run_decode(cell: Cell, arch: str) -> None:
     dtype, kv_type = cell.types
-    config = Sm120DecodeConfig(arch, dtype, cell.out or dtype, 64, 64, cell.mask, *cell.pages, kv_type, 8)
-    case = decode_cases.Case([1, 1], [config.leaf_tokens + 65, 3], 4)
+    # On Blackwell the kernels of sm_120 serve more rows than tcgen05 does.
+    group = 4 if arch == ARCH else 10 if kv_type is KvType.NVFP4 else 66
+    rows = Sm120DecodeConfig.rows_for(group, 64, kv_type)
+    config = Sm120DecodeConfig(arch, dtype, cell.out or dtype, 64, 64, cell.mask, *cell.pages, kv_type, rows)
+    case = decode_cases.Case([1, 1], [config.leaf_tokens + 65, 3], group)
     if cell.mask is MaskKind.SLIDING_WINDOW:
-        case = decode_cases.Case([1, 1], [config.leaf_tokens + 65, 3], 4, window=70)
+        case = decode_cases.Case([1, 1], [config.leaf_tokens + 65, 3], group, window=70)
     if cell.mask is MaskKind.DRAFT:
-        case = decode_cases.Case([2, 1], [config.leaf_tokens + 1, 3], 4, ragged=True)
+        case = decode_cases.Case([2, 1], [config.leaf_tokens + 1, 3], max(group // 2, 4), ragged=True)
     decode_cases.check_config(config, case, PAGE_SIZES[cell.pages] or 0, "cpu", schedules(4, 1, arch=arch, strict=True))
 
 
@@ -293,9 +296,11 @@ def test_blackwell_gives_the_bits_of_sm120(family: Family, arch: str) -> None:
         sizes = dict(heads=20, head_dim=320, v_head_dim=256)  # with four stages instead of two
         problem = MlaBatch([1, 1], [700, 70], device="cpu", **sizes).decode(64)
     else:
-        problem = DecodeBatch([1, 1], [700, 70], heads=8, kv_heads=1, head_dim=128, device="cpu").decode(16)
+        # More rows than tcgen05 serves.
+        problem = DecodeBatch([1, 1], [700, 70], heads=72, kv_heads=1, head_dim=128, device="cpu").decode(16)
     outs = []
     for each in (ARCH, arch):
         with emulator.use(each):
+            assert isinstance(registry.resolve(problem, each), Sm120DecodeConfig | Sm120MlaConfig)
             outs.append(execute(problem).clone())
     assert torch.equal(*outs)
