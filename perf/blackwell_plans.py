@@ -16,15 +16,16 @@ from hopwell.perf.calibration import MLA as MLA_FAMILY
 from hopwell.perf.calibration import PREFILL as PREFILL_FAMILY
 from hopwell.perf.calibration import spread, steady_step
 from hopwell.perf.decode_workloads import DECODE, Decode
-from hopwell.perf.leaf_work import compiled_decode
+from hopwell.perf.leaf_work import compiled_decode, packed_rows
 from hopwell.perf.mla_workloads import MLA
 from hopwell.perf.model import PrefillLoop, seconds
 from hopwell.perf.prefill_workloads import PREFILL, Prefill
-from hopwell.perf.quantized import BF16, E4M3
+from hopwell.perf.quantized import BF16, E4M3, NVFP4
 from hopwell.perf.steps import Step
 
 HEADERS = ["kernel", "cycles a step", "limited by", "then", "case", "model", "range"]
 _TYPES = {8: ("e4m3", E4M3), 16: ("bf16", BF16)}
+_CACHES = {BF16: "bf16", E4M3: "e4m3", NVFP4: "NVFP4"}
 _ALL_CASES: tuple[Prefill | Decode, ...] = (*PREFILL, *DECODE, *MLA)
 _CASES: dict[str, Any] = {case.name: case for case in _ALL_CASES}
 
@@ -87,10 +88,10 @@ def _mla_plans() -> Iterator[Plan]:
 def _decode_plans() -> Iterator[Plan]:
     d128 = (128, 128)
     rows: tuple[tuple[str, str, tuple[int, int], int, float], ...] = (
-        ("decode e4m3, 8 rows", "D2-fp8", d128, 8, 8),
-        ("decode e4m3, 32 rows", "D2-q4-fp8", d128, 32, 8),
-        ("decode NVFP4, 8 rows", "D2-nvfp4", d128, 8, NVFP4_BITS),
-        ("decode NVFP4, 16 rows", "D2-q2-nvfp4", d128, 16, NVFP4_BITS),
+        ("decode e4m3, 8 rows, two leaves in flight", "D2-fp8", d128, 8, 8),
+        ("decode e4m3, 32 rows, two leaves in flight", "D2-q4-fp8", d128, 32, 8),
+        ("decode NVFP4, 8 rows, two leaves in flight", "D2-nvfp4", d128, 8, NVFP4_BITS),
+        ("decode NVFP4, 16 rows, two leaves in flight", "D2-q2-nvfp4", d128, 16, NVFP4_BITS),
     )
     for name, case, dims, packed, bits in rows:
         yield Plan(name, _CASES[case], leaves(dims, packed, bits), DECODE_FAMILY)
@@ -102,9 +103,10 @@ def _decode_plans() -> Iterator[Plan]:
 
 
 def compiled_decodes(rates: Rates) -> Iterator[Plan]:
-    """Yield the compiled decode kernels of 16-bit caches, and kernels that issue S of the next leaf sooner."""
+    """Yield the compiled decode kernels, and kernels that issue S of the next leaf sooner."""
     q2 = replace(_CASES["D2-q4"], name="D2-q2", q_len=2)
     wide = [_CASES[name] for name in ("D2", "L8", "b1-4096", "D2-q4", "D2-q8", "D2-d64", "D2-d256")]
+    wide += [_CASES[name] for name in ("D2-fp8", "D2-q2-fp8", "D2-q4-fp8", "D2-q8-fp8", "D2-nvfp4")]
     for case in (*wide[:3], q2, *wide[3:]):
         yield Plan(_name(case), case, compiled_decode(case, rates.arch), DECODE_FAMILY)
     for case in (wide[0], q2, wide[4]):
@@ -114,7 +116,7 @@ def compiled_decodes(rates: Rates) -> Iterator[Plan]:
 
 def _name(case: Decode) -> str:
     dim = "" if case.head_dim == 128 else f", head dim {case.head_dim}"
-    return f"decode bf16{dim}, {case.heads // case.kv_heads * case.q_len} rows"
+    return f"decode {_CACHES[case.kv_dtype]}{dim}, {packed_rows(case)} rows"
 
 
 def table(rates: Rates, chosen: Iterable[Plan] | None = None) -> str:

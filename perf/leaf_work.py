@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hopwell.kernels.capability.shipped import kernels_to_ship
-from hopwell.kernels.config.base import BLOCK_COLUMNS, KvFetch
+from hopwell.kernels.config.base import KvFetch, KvType
+from hopwell.kernels.config.decode import NARROW_TYPES, tiles_with_tree
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.jit.toolchain import artifact
 from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.sm100.common.accumulators import MMA_ROWS
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
-from hopwell.kernels.sm100.decode.kernel import MMA_ROWS
-from hopwell.kernels.support import TYPES_16BIT
+from hopwell.kernels.support import TYPES_16BIT, TYPES_FP8
 from hopwell.perf.blackwell_rates import MMA_DEPTH_BYTES, Rates
 from hopwell.perf.decode_workloads import Decode
 from hopwell.perf.kernel_work import sass_results, skipped
@@ -26,6 +27,7 @@ from hopwell.perf.sass import Sass, Timing, disassemble, issue_times, sass_loops
 from hopwell.perf.steps import LOAD_CHAIN, Busy, Chain, Instructions, Load, Mma, Operation, Step, Traffic
 
 PAGE = 64  # tokens of a page
+E4M3_BITS = 8  # of a block scale
 HALF_LANES = 2  # an accumulator of 64 rows has half of the lanes of tensor memory
 
 
@@ -35,7 +37,10 @@ class Leaf:
 
     Attributes:
         parts: up to the wait for S, up to the wait for O, up to the node, and the tree of nodes.
-        bursts: products of one warpgroup's S and O.
+        bursts: products of one warpgroup's S and O, of all tiles of the leaf.
+        tiles: of the leaf.
+        buffers: of operand A in tensor memory, 0 if it is in shared memory. With one buffer, a tile is dequantized when
+            the products of the tile before it are done.
         leaves_of_node: leaves that are added up before the tree.
         scores_ahead: whether the products of the next leaf's S follow the products of this leaf's O at once. The warps
             have S in registers by then. No compiled kernel does that.
@@ -45,6 +50,8 @@ class Leaf:
     bursts: tuple[Mma, Mma]
     warpgroups: int
     leaves_of_node: int
+    tiles: int = 1
+    buffers: int = 0
     scores_ahead: bool = False
 
     def busy(self, rates: Rates) -> Busy:
@@ -63,21 +70,27 @@ class Leaf:
 
         A burst follows the bursts of the other warpgroups, which issue theirs at the same time.
         """
-        to_scores, to_output, to_node, tree = (_times(code, rates) for code in self.parts)
-        first_score, first_value = (
-            next(time for time, one in zip(times, code, strict=True) if one.root == "UTCHMMA")
-            for times, code in zip((to_scores, to_output), self.parts, strict=False)
-        )
-        score, value = (self.warpgroups * one.count * one.interval for one in self.bursts)
+        to_scores, to_output, to_node, tree = (_times(code, rates)[-1] for code in self.parts)
+        node = to_node + tree / self.leaves_of_node
         signal = self.bursts[0].latency(rates) - self.bursts[0].count * self.bursts[0].interval
-        node = to_node[-1] + tree[-1] / self.leaves_of_node
-        multiplied = first_value + value
+        score, value = (
+            self._multiplied(_times(code, rates), code, burst, signal)
+            for code, burst in zip(self.parts, self.bursts, strict=False)
+        )
         if not self.scores_ahead:
-            has_scores = max(to_scores[-1], first_score + score + signal)
-            return has_scores + max(to_output[-1], multiplied + signal) + node
-        has_output = max(to_output[-1] + to_scores[-1], multiplied + signal)
-        has_scores = max(to_output[-1] + first_score, multiplied) + score + signal
-        return max(has_output + node, has_scores)
+            return max(to_scores, score + signal) + max(to_output, value + signal) + node
+        has_output = max(to_output + to_scores, value + signal)
+        has_scores = max(to_output + score, value + self.warpgroups * self.bursts[0].count * self.bursts[0].interval)
+        return max(has_output + node, has_scores + signal)
+
+    def _multiplied(self, times: Sequence[float], code: Sequence[Sass], burst: Mma, signal: float) -> float:
+        """Return when the products of all tiles are done."""
+        issued = [time for time, one in zip(times, code, strict=True) if one.root == "UTCHMMA"]
+        tile = self.warpgroups * burst.count * burst.interval / self.tiles
+        waits, done = (tile + signal if self.buffers == 1 else 0.0), 0.0
+        for i, time in enumerate(issued[:: len(issued) // self.tiles]):
+            done = max(done, time + i * waits) + tile
+        return done
 
 
 def _times(code: Sequence[Sass], rates: Rates) -> list[float]:
@@ -115,6 +128,8 @@ def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
         bursts(config),
         config.consumer_warpgroups,
         1 << config.accumulated_levels,
+        config.leaf_tiles,
+        config.operand_buffers,
     )
 
 
@@ -136,52 +151,64 @@ def bursts(config: Sm100DecodeConfig) -> tuple[Mma, Mma]:
     """Return the products of a warpgroup's S and O of a leaf."""
     rows = config.rows // config.consumer_warpgroups
     depth = MMA_DEPTH_BYTES // config.q_bytes
-    blocks = config.layout.columns[1] // BLOCK_COLUMNS
-    counts = config.layout.depth[0] // depth, blocks * LEAF_TILE // depth
-    scores, values = (Mma(config.leaf_tiles * count, MMA_ROWS, rows) for count in counts)
+    counts = config.layout.tile_dims[0] // depth, config.value_blocks * LEAF_TILE // depth
+    scores, values = (Mma(config.leaf_tiles * count, MMA_ROWS, rows, config.operand_buffers > 0) for count in counts)
     return scores, values
 
 
 def compiled_leaves(config: Sm100DecodeConfig, code: Sequence[Sass], *, scores_ahead: bool = False) -> Step:
     """Describe a compiled decode kernel by what its code does. The step is a leaf."""
     work, tile, tiles = replace(leaf(config, code), scores_ahead=scores_ahead), config.tile, config.leaf_tiles
-    groups, keys = config.consumer_warpgroups, config.leaf_tokens
-    columns = config.layout.columns
-    tile_bytes = [LEAF_TILE * count * config.kv_bytes for count in columns]
+    groups, keys, ctas = config.consumer_warpgroups, config.leaf_tokens, config.ctas_per_sm
+    dims = config.head_dim_qk, config.head_dim_v
+    bits = config.kv_element.bits + (E4M3_BITS / config.kv_element.block if config.kv_element.block else 0)
+    tile_bytes = [LEAF_TILE * dim * bits / 8 for dim in dims]
     loaded = tiles * sum(tile_bytes)
-    moved = Traffic(
-        shared=loaded + keys * config.rows * config.q_bytes,
-        memory=loaded,
-        # While K or V of a leaf are multiplied, their stages wait for nothing.
-        in_flight=tile.kv_stages * sum(tile_bytes) - tiles * max(tile_bytes),
-    )
-    accumulators = 4 * config.rows * (keys + columns[1]) * HALF_LANES
-    operations: tuple[Operation, ...] = (*work.bursts * groups, work, moved, Instructions(loaded=accumulators))
-    # A stage is loaded again as soon as its products are done.
-    ahead = tile.kv_stages // tiles
+    # While K of a leaf is multiplied, its stages wait for nothing. Dequantized tiles are given back one by one.
+    held = 1 if config.operand_buffers else tiles
+    memory = Traffic(memory=loaded, in_flight=round(ctas * (tile.kv_stages * sum(tile_bytes) - held * tile_bytes[0])))
+    moved: list[Operation] = [
+        memory,
+        Traffic(shared=loaded + keys * config.rows * config.q_bytes),
+        Instructions(loaded=4 * config.rows * (keys + dims[1]) * HALF_LANES),
+    ]
+    if config.operand_buffers:  # each warpgroup reads all narrow elements, and stores 16 bits of each
+        moved += [Traffic(shared=groups * loaded), Instructions(stored=groups * keys * sum(dims) * 2)]
+    # A stage is loaded again as soon as its products are done, or its elements are in tensor memory.
+    ahead = ctas * tile.kv_stages // tiles
     reloads = (Chain((one, Load()), ahead, LOAD_CHAIN) for one in work.bursts)
-    flop = 2 * config.rows * keys * (config.head_dim_qk + config.head_dim_v)
-    return Step(keys, flop, operations, (Chain((work,)), *reloads))
+    flop = 2 * config.rows * keys * sum(dims)
+    return Step(keys, flop, (*work.bursts * groups, work, *moved), (Chain((work,), ctas), *reloads))
 
 
 def config_of_decode(case: Decode, arch: str) -> Sm100DecodeConfig:
-    """Return the tcgen05 kernel of a case with a 16-bit cache in pages. New tokens of a request have no masked keys in
-    all but their last leaf.
+    """Return the tcgen05 kernel of a case with pages. New tokens of a request have no masked keys in all but their last
+    leaf.
 
     Raises:
         ValueError: there is no such kernel.
     """
-    rows = case.heads // case.kv_heads * case.q_len
-    wanted = ("bf16", case.head_dim, case.v_head_dim, MaskKind.FULL, KvFetch.PAGE_BOXES, PAGE)
-    for config in kernels_to_ship(arch, (TYPES_16BIT,)):
-        if isinstance(config, Sm100DecodeConfig) and config.rows == rows:
-            has = (config.dtype, config.head_dim_qk, config.head_dim_v, config.mask, config.kv_fetch, config.box_rows)
-            if has == wanted:
-                return config
+    rows, narrow = packed_rows(case), NARROW_TYPES.get(case.kv_dtype)
+    kv_type = narrow or KvType.WIDE
+    # Kernels over NVFP4 caches are not shipped, and differ in nothing else.
+    shipped = KvType.E4M3 if narrow else kv_type
+    if rows <= max(tiles_with_tree(case.head_dim, kv_type), default=0):
+        wanted = ("bf16", case.head_dim, case.v_head_dim, MaskKind.FULL, KvFetch.PAGE_BOXES, PAGE, shipped)
+        tile = Sm100DecodeConfig.rows_for(rows, case.head_dim, kv_type)
+        for config in kernels_to_ship(arch, (TYPES_16BIT, TYPES_FP8)):
+            if isinstance(config, Sm100DecodeConfig) and config.rows == tile:
+                has = (config.dtype, config.head_dim_qk, config.head_dim_v, config.mask, config.kv_fetch)
+                if (*has, config.box_rows, config.kv_type) == wanted:
+                    return replace(config, kv_type=kv_type)
     raise ValueError(f"{case.name}: no tcgen05 decode kernel for {rows} packed rows at head dim {case.head_dim}")
 
 
 def compiled_decode(case: Decode, arch: str, *, scores_ahead: bool = False) -> Step:
-    """Return the step of the compiled kernel of a case."""
+    """Return the step of the compiled kernel of a case, with the case's rows of its tile."""
     config = config_of_decode(case, arch)
-    return compiled_leaves(config, disassemble(artifact(config).cubin), scores_ahead=scores_ahead)
+    step = compiled_leaves(config, disassemble(artifact(config).cubin), scores_ahead=scores_ahead)
+    return replace(step, flop=step.flop * packed_rows(case) // config.rows)
+
+
+def packed_rows(case: Decode) -> int:
+    return case.heads // case.kv_heads * case.q_len

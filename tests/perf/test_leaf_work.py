@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("tabulate")
 
+from hopwell.perf import leaf_work
 from hopwell.perf.blackwell_rates import B200
 from hopwell.perf.decode_workloads import DECODE
 from hopwell.perf.leaf_work import Leaf, compiled_leaves, config_of_decode, leaf
 from hopwell.perf.sass import Sass
-from hopwell.perf.steps import CHAIN, ISSUE, LOAD_CHAIN, MEMORY, MMA, SHARED, Mma
+from hopwell.perf.steps import CHAIN, ISSUE, LOAD_CHAIN, MEMORY, MMA, SHARED, TENSOR_MEMORY, Mma
 
 CASES = {case.name: case for case in DECODE}
 PLAIN = 1 | 7 << 5 | 7 << 8  # control word: one cycle, no scoreboard
@@ -86,6 +88,36 @@ def test_the_chain_of_a_leaf() -> None:
     assert one.busy(B200)[ISSUE] == 16
 
 
+def test_one_buffer_of_operand_a_waits_for_the_products_before() -> None:
+    """Two tiles of two products each. With one buffer the second tile follows the first one's products and signal."""
+    code = [Sass(f"{root} R1", PLAIN) for root in ("IADD3", "UTCHMMA", "IADD3", "UTCHMMA", "FFMA")]
+    bursts = Mma(4, 64, 8, a_in_tensor_memory=True), Mma(4, 64, 8, a_in_tensor_memory=True)
+    one = Leaf((code, code, code[:1], code[:1]), bursts, warpgroups=1, leaves_of_node=1, tiles=2, buffers=2)
+    tile, signal = 2 * 18, 116
+    assert one.latency(B200) == pytest.approx(2 * (1 + 2 * tile + signal))
+    assert replace(one, buffers=1).latency(B200) == pytest.approx(2 * (3 + tile + signal + tile + signal))
+
+
+def test_narrow_caches_are_read_by_each_warpgroup_and_stored_to_tensor_memory() -> None:
+    config = config_of_decode(CASES["D2-q4-fp8"], "sm_100a")
+    assert (config.rows, config.consumer_warpgroups, config.leaf_tokens, config.ctas_per_sm) == (32, 2, 256, 1)
+    units = compiled_leaves(config, CODE).time(B200).units
+    operands, p_bytes = 4 * 32 * 16 * 32, 256 * 32 * 2
+    assert units[SHARED] == pytest.approx((operands + 3 * 65536 + p_bytes) / 128 / B200.shared_reach)
+    assert units[TENSOR_MEMORY] > 2 * 2 * 65536 / B200.tensor_store
+    nvfp4 = compiled_leaves(config_of_decode(CASES["D2-nvfp4"], "sm_100a"), CODE)
+    in_flight = 2 * (4 * 2 - 1) * 64 * 72  # two CTAs with four stages of 64 keys
+    assert nvfp4.time(B200).units[MEMORY] == pytest.approx(2 * 256 * 72 / B200.memory_bytes(in_flight))
+
+
+def test_unused_rows_of_a_tile_do_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over e4m3 16 rows have the tile of 32."""
+    monkeypatch.setattr(leaf_work, "artifact", lambda config: SimpleNamespace(cubin=None))
+    monkeypatch.setattr(leaf_work, "disassemble", lambda cubin: CODE)
+    few, all_rows = (leaf_work.compiled_decode(CASES[name], "sm_100a") for name in ("D2-q2-fp8", "D2-q4-fp8"))
+    assert few.flop * 2 == all_rows.flop
+
+
 def test_a_leaf_reads_its_bytes_and_stages_are_loaded_ahead() -> None:
     """One leaf of head dim 256 is in flight, and two of head dim 128."""
     wide, narrow = (compiled_leaves(config_of_decode(CASES[name], "sm_100a"), CODE) for name in ("D2-d256", "D2"))
@@ -102,10 +134,8 @@ def test_other_rows_are_refused() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(("name", "limit"), [("D2", MEMORY), ("D2-q4", MEMORY), ("D2-q8", CHAIN), ("D2-d256", MEMORY)])
+@pytest.mark.parametrize(("name", "limit"), [("D2", MEMORY), ("D2-q8", CHAIN), ("D2-d256", MEMORY), ("D2-fp8", MEMORY)])
 def test_compiled_leaves(name: str, limit: str) -> None:
-    from hopwell.perf.leaf_work import compiled_decode
-
-    time = compiled_decode(CASES[name], "sm_100a").time(B200)
+    time = leaf_work.compiled_decode(CASES[name], "sm_100a").time(B200)
     assert time.limiter == limit
     assert 1500 < time.units[CHAIN] < 7000
