@@ -46,11 +46,13 @@ def prefill_e4m3() -> None:
 
 
 def mla(kind: type[MlaBatch] = MlaBatch) -> None:
-    """Run MLA with requests of zero to eight steps on three pairs of CTAs, which share the first request.
+    """Run MLA with requests of zero to eleven steps on three pairs of CTAs. Pairs share the first request, and one has
+    more work tiles than its queue has stages.
 
     Logits are so large that references move between steps.
     """
-    data = kind([1] * 3, [900, 0, 90], heads=70, head_dim=320, v_head_dim=256, magnitude=3.0, device="cpu")
+    kv_lens = [900, 0, 900]
+    data = kind([1] * len(kv_lens), kv_lens, heads=70, head_dim=320, v_head_dim=256, magnitude=3.0, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 6):
         execute(data.decode(16, sinks=torch.linspace(-1, 1, 70)))
 

@@ -111,6 +111,27 @@ def test_faults_of_a_vote():
     assert all(found["vote without the others"])
 
 
+# Warp 1 polls, and writes meanwhile, until a copy by warp 0 is complete. The second bar.sync orders nothing.
+POLL = """
+    mov.u32 %r1, smem; setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [%r1+128], 1;
+    shl.b32 %r2, %lane, 2; add.u32 %r3, %r1, %r2; setp.eq.u32 %p3, %warp, 0; @%p3 st.shared.b32 [%r3], %lane;
+    fence.proxy.async.shared::cta; bar.sync 0; bar.sync 0; @!%p3 bra POLL;
+    @%p1 cp.async.bulk.global.shared::cta.bulk_group [%a0], [%r1], 128;
+    @%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;
+    @%p1 mbarrier.arrive.shared.b64 _, [%r1+128]; bra DONE;
+    POLL: st.shared.b32 [%r1+136], %r1; mbarrier.test_wait.parity.shared.b64 %p2, [%r1+128], 0; @!%p2 bra POLL;
+    DONE:
+"""
+
+
+def test_polling_in_the_late_schedule_is_no_deadlock():
+    """A copy takes 200000 instructions there if warps progress."""
+    campaign = run_campaign(
+        lambda: run_ptx(POLL, empty(32), block=64, shared=140), kinds=["drop bar.sync"], say=lambda _: None
+    )
+    assert outcomes(campaign)["drop bar.sync"] == ["", ""]
+
+
 def test_a_commit_before_its_product():
     text = """
         mov.u32 %r1, smem; mov.u32 %r3, 0; mov.b64 %d1, 0;
