@@ -1,34 +1,57 @@
-"""MLA decode of Blackwell by pairs of CTAs: selection, scratch, and the constraints of tiles, registers and edges."""
+"""MLA decode of Blackwell by pairs of CTAs and of few rows: selection, scratch, and the constraints of tiles, registers
+and edges."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.cases.kernel_problems import empty, paged
+from helpers.covering.sm100_few_rows_mla import COVERING_FEW_ROWS_MLA
 
 from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import QUERY_DTYPES, KvFetch, KvType, paged_fetches
-from hopwell.kernels.hardware import ARCHITECTURES, LANES
+from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS
+from hopwell.kernels.hardware import ARCHITECTURES, LANES, REGISTERS, WARPGROUP
 from hopwell.kernels.jit import settings
 from hopwell.kernels.launch.geometry import decode_geometry
 from hopwell.kernels.parts.core.kernel import work_queue_stride
 from hopwell.kernels.parts.partition.split_kv import SplitTile
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.registry import build, resolve, scratch_bytes, shipped_configs
-from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, resolve_sm100_mla
+from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
+from hopwell.kernels.sm100.mla.config import (
+    Sm100MlaConfig,
+    Sm100SwapABMlaConfig,
+    resolve_sm100_mla,
+    resolve_sm100_swap_ab_mla,
+)
 from hopwell.kernels.sm100.mla.kernel import MlaSm100
 from hopwell.kernels.support import BLACKWELL, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.kernels.warp_mma.decode.config import Sm120MlaConfig
-from hopwell.layouts import mla_kv_views
+from hopwell.layouts import FP8_DS_MLA_BYTES, mla_kv_views
 
 pytestmark = pytest.mark.traced
 
 WIDE, NARROW = MLA_HEAD_DIMS
 SHIPPED = {arch: [c for c in shipped_configs(arch, Family.MLA) if isinstance(c, Sm100MlaConfig)] for arch in BLACKWELL}
+FEW_ROWS = {
+    arch: [c for c in shipped_configs(arch, Family.MLA) if isinstance(c, Sm100SwapABMlaConfig)] for arch in BLACKWELL
+}
 FP8 = torch.float8_e4m3fn
+# Types of queries and of the cache. Rows of 656 bytes are uint8.
+OPERANDS = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (FP8, FP8),
+    (torch.bfloat16, FP8),
+    (torch.float16, FP8),
+    (torch.bfloat16, torch.uint8),
+]
 
 
 def problem(
@@ -39,6 +62,14 @@ def problem(
     query = empty(60 * q_len, heads, dims[0], dtype=dtype)
     common = dict(query=query, q_offsets=None, max_q_len=q_len, batch=60, scratch=empty(1, dtype=torch.uint8))
     return paged(key, value, **(common | dict(family=Family.MLA) | changes))
+
+
+def operands(query: torch.dtype, cache: torch.dtype, heads: int) -> AttentionProblem:
+    """Return a problem with types of queries and of the cache."""
+    if cache != torch.uint8:
+        return problem(heads=heads, dtype=query, kv_dtype=cache)
+    key, value = mla_kv_views(empty(5, 64, FP8_DS_MLA_BYTES, dtype=torch.uint8), 512)
+    return replace(problem(heads=heads), key=key, value=value)
 
 
 @pytest.mark.parametrize("arch", BLACKWELL)
@@ -76,11 +107,63 @@ class TestResolve:
             found = resolve(problem(heads=heads, q_len=q_len), arch)
             assert isinstance(found, Sm100MlaConfig if own else Sm120MlaConfig), (heads, q_len)
 
-    def test_kernels_of_sm120_serve_few_rows(self, arch: str) -> None:
+    def test_kernels_of_sm120_serve_up_to_64_rows(self, arch: str) -> None:
         few = problem(heads=64)
         with pytest.raises(NotImplementedError, match=f"no MLA decode kernel of CTA pairs for {arch} with 64 packed"):
             resolve_sm100_mla(few, arch)
         assert isinstance(resolve(few, arch), Sm120MlaConfig)
+
+    @pytest.mark.parametrize("kinds", OPERANDS, ids=str)
+    def test_rows_of_each_kernel(self, kinds: tuple[torch.dtype, torch.dtype], arch: str) -> None:
+        """Up to 16 rows have the tcgen05 kernel of few rows, up to 64 have mma.sync, and more have pairs of CTAs."""
+        query, cache = kinds
+        for rows in range(1, 130):
+            # The entry converts e4m3 queries before mma.sync.
+            dtype = torch.bfloat16 if query == FP8 and 16 < rows <= 64 else query
+            found = resolve(operands(dtype, cache, heads=rows), arch)
+            kind = Sm100SwapABMlaConfig if rows <= 16 else Sm120MlaConfig if rows <= 64 else Sm100MlaConfig
+            assert type(found) is kind, rows
+            assert found.matrix_instruction.startswith("tcgen05") == (kind is not Sm120MlaConfig)
+            assert found.rows == (128 if rows > 64 else 16)
+
+    def test_few_rows_are_heads_times_new_tokens(self, arch: str) -> None:
+        """Tokens with top-k indices have tiles of their own, so new tokens do not count there."""
+        lists = dict(page_table=None, token_table=torch.zeros(480, 256, dtype=torch.int32))
+        for heads, q_len, own in (
+            (16, 1, True),
+            (8, 2, True),
+            (5, 3, True),
+            (3, 5, True),
+            (1, 16, True),
+            (6, 3, False),
+        ):
+            found = resolve(problem(heads=heads, q_len=q_len), arch)
+            assert type(found) is (Sm100SwapABMlaConfig if own else Sm120MlaConfig), (heads, q_len)
+            found = resolve(problem(heads=heads, q_len=q_len, **lists), arch)
+            assert (type(found), found.kv_fetch) == (Sm100SwapABMlaConfig, KvFetch.TOPK_ROWS)
+        with pytest.raises(
+            NotImplementedError, match=f"no tcgen05 MLA kernel of few rows for {arch} with 17 packed rows"
+        ):
+            resolve_sm100_swap_ab_mla(problem(heads=17), arch)
+
+    def test_few_rows_have_a_shipped_kernel(self, arch: str) -> None:
+        for dims, page_size in itertools.product(MLA_HEAD_DIMS, (1, 4, 8, 16, 32, 64, 128, 192)):
+            found = resolve(problem(dims, page_size, heads=16), arch)
+            assert (found in FEW_ROWS[arch]) == (page_size != 192)  # uneven pages are compiled on demand
+            assert (type(build(found)[0]), found.batch_invariant, found.is_cooperative) == (SwapABMlaSm90, False, False)
+            assert found.box_rows == (min(page_size, 64) if page_size >= 8 else 0)
+
+    def test_few_rows_are_batch_invariant_anyhow(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = resolve(problem(heads=16), arch)
+        monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
+        assert resolve(problem(heads=16), arch) == found
+
+    @pytest.mark.parametrize("kinds", OPERANDS, ids=str)
+    def test_few_rows_have_the_tiles_of_hopper(self, kinds: tuple[torch.dtype, torch.dtype], arch: str) -> None:
+        own, hopper = (resolve(operands(*kinds, heads=16), each) for each in (arch, "sm_90a"))
+        for name in ("tile", "leaf_tokens", "smem_levels", "consumer_warpgroups", "registers", "has_combine_role"):
+            assert getattr(own, name) == getattr(hopper, name), name
+        assert own.name == hopper.name.replace("sm_90a_", f"{arch}_tcgen05_")
 
     def test_8bit_caches_are_copied_by_lanes(self, arch: str) -> None:
         found = resolve(problem(kv_dtype=FP8), arch)
@@ -113,6 +196,74 @@ def test_what_is_shipped(arch: str) -> None:
     assert {c.dtype for c in SHIPPED[arch]} == {"bf16", "e4m3"}
     assert all(c.out_dtype == "bf16" for c in SHIPPED[arch])
     assert all("_rows128_" in c.name for c in SHIPPED[arch])
+
+
+@pytest.mark.parametrize("arch", BLACKWELL)
+def test_which_kernels_of_few_rows_are_shipped(arch: str) -> None:
+    """They are those of Hopper with 16 rows, all of one tile height."""
+    hopper = [config for config in shipped_configs("sm_90a", Family.MLA) if config.rows == LATENT_SWAP_AB_ROWS]
+    names = [config.name for config in FEW_ROWS[arch]]
+    assert len(names) == len(set(names)) > 0
+    assert {*names} == {config.name.replace("sm_90a_", f"{arch}_tcgen05_") for config in hopper}
+
+
+def test_covering_kernels_of_few_rows_stand_for_all() -> None:
+    """Each width comes with each type, and each type with each fetch; both architectures are there."""
+    assert len({*COVERING_FEW_ROWS_MLA}) == len(COVERING_FEW_ROWS_MLA)
+    facts: list[Callable[[Sm100SwapABMlaConfig], Any]] = [
+        lambda c: (c.dtype, c.kv_type, c.head_dim_qk, c.head_dim_v),
+        lambda c: (c.dtype, c.kv_type, c.kv_fetch, c.box_rows),
+        lambda c: (c.kv_fetch, c.head_dim_qk),
+    ]
+    for fact in facts:
+        assert {*map(fact, FEW_ROWS["sm_100a"])} <= {*map(fact, COVERING_FEW_ROWS_MLA)}
+    assert {c.arch for c in COVERING_FEW_ROWS_MLA} == {*BLACKWELL}
+    assert {c.dtype for c in COVERING_FEW_ROWS_MLA} == {"bf16", "fp16", "e4m3"}
+    for config in COVERING_FEW_ROWS_MLA:
+        assert config in FEW_ROWS[config.arch] or config.dtype == "fp16"
+
+
+@pytest.mark.parametrize("arch", BLACKWELL)
+@pytest.mark.parametrize("sms", [1, 4, 5, 148])
+@pytest.mark.parametrize("dims", MLA_HEAD_DIMS)
+def test_nodes_of_few_rows_fit_the_scratch(
+    dims: tuple[int, int], sms: int, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that CTAs share, and each CTA's nodes in global memory, fit the scratch of any bound of rows."""
+    monkeypatch.setattr("hopwell.kernels.launch.geometry.multiprocessors", lambda device: sms)
+    for kv_len, heads in itertools.product((1, 5000, 1 << 20), (1, 16)):
+        of = problem(dims, heads=heads, max_kv_len=kv_len)
+        config = resolve(of, arch)
+        assert isinstance(config, Sm100SwapABMlaConfig)
+        sizes = decode_geometry(of, config)
+        assert (sizes.grid, sizes.row_tiles) == (sms, 1)
+        assert sizes.gmem_levels == splitting.gmem_levels(config.leaf_tokens, kv_len, config.smem_levels)
+        nodes = sizes.slots + sizes.gmem_levels * sizes.grid
+        needed = nodes * splitting.node_bytes(config.rows, dims[1]) + splitting.ALIGNMENT
+        for bound in (heads, 16, 64, 128):
+            assert needed <= scratch_bytes(Family.MLA, arch, bound, 1, dims[1], kv_len, sms), bound
+
+
+@pytest.mark.parametrize("config", COVERING_FEW_ROWS_MLA, ids=lambda config: config.name)
+def test_resources_of_few_rows(config: Sm100SwapABMlaConfig) -> None:
+    """Scores come first in tensor memory, then parts of O of 64 columns."""
+    kernel, arch = build(config)[0], ARCHITECTURES[config.arch]
+    assert kernel.shared_bytes <= arch.shared_bytes
+    assert WARPGROUP * sum(config.registers) <= REGISTERS
+    blocks = config.head_dim_v // 64
+    assert config.columns.widths == dict(s=16, o=16 * blocks)
+    assert (config.columns.first("s"), config.columns.first("o"), config.columns.total) == (0, 16, 16 * (1 + blocks))
+    assert config.allocated_columns == {512: 256, 256: 128}[config.head_dim_v]
+    edges = {edge.name: edge for edge in kernel.edges}
+    loaded = {"loaded_k", "loaded_v"} if config.kv_type is not KvType.WIDE else set()
+    assert {*edges} == {"q", "k", "v", "work", "leaf", "s", "o", *loaded}
+    for name in ("k", "v"):  # a commit releases them
+        assert (edges[name].stages, edges[name].consumer_warps * edges[name].consumer_lanes) == (
+            config.tile.kv_stages,
+            1,
+        )
+    for name in ("s", "o"):
+        assert (edges[name].stages, edges[name].full_arrivals) == (1, 1)
 
 
 @pytest.mark.parametrize(("heads", "q_len", "row_tiles"), [(128, 1, 1), (65, 1, 1), (128, 3, 3), (100, 2, 2)])

@@ -28,6 +28,8 @@ KINDS: dict[tuple[str, KvType], type[MlaBatch]] = {
     ("bf16", KvType.WIDE): MlaBatch,
     ("bf16", KvType.E4M3): MlaBatch,
     ("bf16", KvType.FP8_DS_MLA): PackedBatch,
+    ("fp16", KvType.WIDE): MlaBatch,
+    ("fp16", KvType.E4M3): MlaBatch,
     ("e4m3", KvType.WIDE): Fp8MlaBatch,
 }
 TOPK_KINDS = ("distinct", "any", "one", "twice", "none")
@@ -174,6 +176,7 @@ def batch_of(case: Case, device: str) -> MlaBatch:
         device=device,
         magnitude=case.magnitude,
         kv_dtype=torch.float8_e4m3fn if KvType.E4M3.value in (case.kv_type.value, case.dtype) else None,
+        dtype=torch.float16 if case.dtype == "fp16" else torch.bfloat16,
     )
 
 
