@@ -174,7 +174,8 @@ def test_an_implementation_serves_what_the_one_before_it_refuses(
     arch = "sm_100a"
     monkeypatch.setattr(FewRowsConfig, "most_rows", most_rows, raising=False)
     first = registry._decode(FewRowsConfig, lambda config: ("few rows", ()))
-    monkeypatch.setitem(IMPLEMENTATIONS, (Family.DECODE, arch), (first, *IMPLEMENTATIONS[Family.DECODE, arch]))
+    *_, last = IMPLEMENTATIONS[Family.DECODE, arch]
+    monkeypatch.setitem(IMPLEMENTATIONS, (Family.DECODE, arch), (first, last))
     shipped = list(shipped_configs(arch, Family.DECODE))
     assert len({config.name for config in shipped}) == len(shipped)
     dtypes = {kv_type: dtype for dtype, kv_type in NARROW_TYPES.items()}
