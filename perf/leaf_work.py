@@ -43,7 +43,8 @@ class Leaf:
             the products of the tile before it are done.
         leaves_of_node: leaves that are added up before the tree.
         scores_ahead: whether the products of the next leaf's S follow the products of this leaf's O at once. The warps
-            have S in registers by then. No compiled kernel does that.
+            have S in registers by then. The first part is then the issue of these products, and the second one begins
+            with the wait for S.
     """
 
     parts: tuple[Sequence[Sass], ...]
@@ -105,20 +106,25 @@ def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
         return innermost(loops, lambda loop: {*roots} <= {code[i].root for i in loop.path})
 
     (whole,) = having("UTCHMMA", "LDTM", "MUFU")
-    scores, values = sorted((one for one in having("UTCHMMA") if one.body < whole.body), key=lambda one: one.header)
+    first, second = sorted((one for one in having("UTCHMMA") if one.body < whole.body), key=lambda one: one.header)
     path = [i for i in whole.path if i not in _masks(whole.path, code)]
+    # Behind the first exponential are the products of O, and of the next leaf's S.
+    scores_ahead = any(code[i].root == "MUFU" for i in path if i < first.header)
 
     def of(begin: int, end: int) -> list[int]:
         return [i for i in path if begin <= i < end]
 
-    def with_products(begin: int, products: Loop) -> tuple[list[int], int]:
-        """Return the path to the wait behind the products of all tiles, and where it ends."""
-        end = next(i for i in path if i > products.latch and code[i].root == "SYNCS")
+    def with_products(begin: int, products: Loop, end: int) -> list[int]:
+        """Return the path with the products of all tiles."""
         tiles = products.path * config.leaf_tiles
-        return [*of(begin, products.header), *tiles, *of(products.latch + 1, end)], end
+        return [*of(begin, products.header), *tiles, *of(products.latch + 1, end)]
 
-    to_scores, first_end = with_products(whole.header, scores)
-    to_output, second_end = with_products(first_end, values)
+    def next_wait(products: Loop) -> int:
+        return next(i for i in path if i > products.latch and code[i].root == "SYNCS")
+
+    first_end, second_end = first.latch + 1 if scores_ahead else next_wait(first), next_wait(second)
+    issued = with_products(whole.header, first, first_end), with_products(first_end, second, second_end)
+    to_scores, to_output = reversed(issued) if scores_ahead else issued
     loaded = max(i for i in path if code[i].root == "LDTM")
     node = next(i for i in path if i > loaded and code[i].root == "BRA")
     tree = _without_stores(of(node, whole.latch + 1), code)
@@ -130,6 +136,7 @@ def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
         1 << config.accumulated_levels,
         config.leaf_tiles,
         config.operand_buffers,
+        scores_ahead,
     )
 
 
@@ -156,9 +163,9 @@ def bursts(config: Sm100DecodeConfig) -> tuple[Mma, Mma]:
     return scores, values
 
 
-def compiled_leaves(config: Sm100DecodeConfig, code: Sequence[Sass], *, scores_ahead: bool = False) -> Step:
+def compiled_leaves(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Step:
     """Describe a compiled decode kernel by what its code does. The step is a leaf."""
-    work, tile, tiles = replace(leaf(config, code), scores_ahead=scores_ahead), config.tile, config.leaf_tiles
+    work, tile, tiles = leaf(config, code), config.tile, config.leaf_tiles
     groups, keys, ctas = config.consumer_warpgroups, config.leaf_tokens, config.ctas_per_sm
     dims = config.head_dim_qk, config.head_dim_v
     bits = config.kv_element.bits + (E4M3_BITS / config.kv_element.block if config.kv_element.block else 0)
@@ -203,10 +210,10 @@ def config_of_decode(case: Decode, arch: str) -> Sm100DecodeConfig:
     raise ValueError(f"{case.name}: no tcgen05 decode kernel for {rows} packed rows at head dim {case.head_dim}")
 
 
-def compiled_decode(case: Decode, arch: str, *, scores_ahead: bool = False) -> Step:
+def compiled_decode(case: Decode, arch: str) -> Step:
     """Return the step of the compiled kernel of a case, with the case's rows of its tile."""
     config = config_of_decode(case, arch)
-    step = compiled_leaves(config, disassemble(artifact(config).cubin), scores_ahead=scores_ahead)
+    step = compiled_leaves(config, disassemble(artifact(config).cubin))
     return replace(step, flop=step.flop * packed_rows(case) // config.rows)
 
 
