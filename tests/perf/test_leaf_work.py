@@ -147,9 +147,7 @@ def test_other_rows_are_refused() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    ("name", "limit"), [("D2", MEMORY), ("D2-q8", SHARED), ("D2-d256", MEMORY), ("D2-fp8", MEMORY)]
-)
+@pytest.mark.parametrize(("name", "limit"), [("D2", MEMORY), ("D2-q8", SHARED), ("D2-fp8", MEMORY)])
 def test_compiled_leaves(name: str, limit: str) -> None:
     time = leaf_work.compiled_decode(CASES[name], "sm_100a").time(B200)
     assert time.limiter == limit
