@@ -14,6 +14,7 @@ from hopwell.kernels import support
 from hopwell.kernels.capability import features, gpu_runs, samples
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.registry import prefill_type, shipped_configs
+from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
 
 
@@ -46,7 +47,8 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
 def test_a_row_has_what_its_implementations_do_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     row = features.ENTRIES[support.XQA].feature("16bit")
     assert replace(row).archs == support.ARCHS
-    monkeypatch.setattr(Sm120DecodeConfig, "head_dims", ((64, 64),))
+    for kind in (Sm100DecodeConfig, Sm120DecodeConfig):
+        monkeypatch.setattr(kind, "head_dims", ((64, 64),))
     assert replace(row).archs == support.HOPPER
 
 
@@ -73,11 +75,15 @@ def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
         (support.CONTEXT, "16bit", ("● wgmma", "○ tcgen05", "◐ mma.sync")),
         (support.CONTEXT, "large_head_dim", ("● wgmma", "◐ mma.sync", "◐ mma.sync")),
         (support.CONTEXT, "fp8", ("● wgmma e4m3", "○ tcgen05 e4m3", "○ mma.sync e4m3, block-scaled")),
-        (support.XQA, "16bit", ("● wgmma", "◐ mma.sync", "◐ mma.sync")),
-        (support.XQA, "fp8_kv", ("● mma.sync", "◐ mma.sync", "◐ mma.sync")),
-        (support.XQA, "fp8", tuple(f"{mark} mma.sync (Q cast to 16 bits)" for mark in "●◐◐")),
-        (support.MLA, "fp8_kv", ("● wgmma", "◐ mma.sync", "◐ mma.sync")),
-        (support.MLA, "fp8", ("● wgmma e4m3", *["◐ mma.sync (Q cast to 16 bits)"] * 2)),
+        (support.XQA, "16bit", ("● wgmma", "○ tcgen05", "◐ mma.sync")),
+        (support.XQA, "fp8_kv", ("● mma.sync", "○ tcgen05", "◐ mma.sync")),
+        (
+            support.XQA,
+            "fp8",
+            tuple(f"{each} (Q cast to 16 bits)" for each in ("● mma.sync", "○ tcgen05", "◐ mma.sync")),
+        ),
+        (support.MLA, "fp8_kv", ("● wgmma", "○ tcgen05", "◐ mma.sync")),
+        (support.MLA, "fp8", ("● wgmma e4m3", "○ tcgen05 e4m3", "◐ mma.sync (Q cast to 16 bits)")),
         (support.APPEND, "nvfp4_kv", ("●", "◐", "◐")),
         (support.CONTEXT, "fp16_softmax", ("", "", "")),
     ],
@@ -221,8 +227,10 @@ def test_blackwell_has_its_own_kernels_of_16_and_8_bits() -> None:
         for key in ("fp8_out", "nvfp4_out"):
             assert context.feature(key).marks(arch) == ("○ tcgen05", "○ tcgen05 e4m3"), key
         others = [context.feature(key) for key in ("fp8_kv", "nvfp4_kv", "large_head_dim")]
-        others += [row for row in xqa.features if row.archs]
         assert all("mma.sync" in mark for row in others for mark in row.marks(arch))
+        for row in xqa.features:
+            instruction = "mma.sync" if row.key == "large_head_dim" else "tcgen05"
+            assert all(instruction in mark for mark in row.marks(arch) if mark), row.key
 
 
 def test_sm120_has_decode_head_dims_of_hopper() -> None:
