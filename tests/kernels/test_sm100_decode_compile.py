@@ -135,9 +135,9 @@ def leaf_spills(config: Sm100DecodeConfig) -> int:
 def most_leaf_spills(config: Sm100DecodeConfig) -> int:
     """Return the spills that a leaf may have. A leaf takes microseconds of memory time.
 
-    With two warpgroups a thread has 232 registers. 64 rows with leaves of four tiles take 64 for S, up to 64 for O, and
-    the state of 32 rows: 8 to 24 spills, and 53 with drafts over padded columns (2026-11-27). 32 rows of head dim 64
-    have up to 8. With one warpgroup, 16 rows of 256 columns spill 16.
+    With two warpgroups a thread has 232 registers. 64 rows with leaves of four tiles take 64 for S, up to 64 for O,
+    and the state of 32 rows. They have 8 to 24 spills, and 53 with drafts over padded columns (2026-11-27). 32 rows of
+    head dim 64 have up to 8. With one warpgroup, 16 rows of 256 columns spill 16.
     """
     if config.rows == 64:
         return 53 if config.head_dim_v % 64 else 24

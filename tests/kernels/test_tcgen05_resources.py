@@ -27,8 +27,8 @@ from hopwell.perf.resources import Resources
 from hopwell.perf.sass import Sass
 
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the most that a kernel may allocate
-# Bytes. Decode kernels spill in the combine of nodes, where ptxas uses all registers, as in the kernels of sm_120; for
-# the spills of a leaf see test_sm100_decode_compile.py.
+# Bytes. Decode kernels spill in the combine of nodes, where ptxas uses all registers, as in the kernels of sm_120. The
+# spills of a leaf are in test_sm100_decode_compile.py.
 MOST_DECODE_STACK = 256
 FEWEST_COLUMNS = 32  # of an allocation of tensor memory, a power of two
 
