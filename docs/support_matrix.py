@@ -51,9 +51,9 @@ ROWS = (
     Row("Prefill, fp8 KV cache, bf16 or fp16 query", CONTEXT, ("fp8_kv",)),
     Row("Prefill, fp8 KV cache, fp8 query", CONTEXT, ("fp8",), ("", "(2)", "(3)")),
     Row("Prefill, NVFP4 KV cache", CONTEXT, ("nvfp4_kv",)),
-    Row("Decode, bf16 or fp16 KV cache", XQA, ("16bit",)),
-    Row("Decode, fp8, int8 or NVFP4 KV cache", XQA, ("fp8_kv", "int8_kv", "nvfp4_kv"), ("(4)", "", "")),
-    Row("Decode, fp8 KV cache, fp8 query", XQA, ("fp8",), ("(4)", "", "")),
+    Row("Decode, bf16 or fp16 KV cache", XQA, ("16bit",), ("", "(7)", "")),
+    Row("Decode, fp8, int8 or NVFP4 KV cache", XQA, ("fp8_kv", "int8_kv", "nvfp4_kv"), ("(4)", "(7)", "")),
+    Row("Decode, fp8 KV cache, fp8 query", XQA, ("fp8",), ("(4)", "(7)", "")),
     Row("MLA, bf16 or fp16 cache", MLA, ("16bit",), MLA_NOTES),
     Row("MLA, fp8 cache, bf16 or fp16 query", MLA, ("fp8_kv",), MLA_NOTES),
     Row("MLA, fp8 cache, fp8 query", MLA, ("fp8",), MLA_NOTES),
@@ -72,8 +72,9 @@ NOTES = """\
 5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
    32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
    Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
-6. More than 64 rows use `tcgen05`, by pairs of CTAs with 128 rows a tile. That kernel has run on the emulator only.
-   Fewer rows are as in 5.
+6. Up to 16 rows use `tcgen05`, and so do more than 64, by pairs of CTAs with 128 rows a tile. These kernels have run on
+   the emulator only. 17 to 64 rows are as in 5.
+7. Up to 64 rows (16 at head dims 144 to 256, 8 over NVFP4 caches). More rows, and head dim 512, use `mma.sync`.
 """
 SHORT_NAMES = {
     support.CONTEXT: "context prefill",
