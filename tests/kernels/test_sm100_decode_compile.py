@@ -21,7 +21,7 @@ from tests.kernels import test_compile as compiled
 
 pytestmark = pytest.mark.compile
 
-configs = pytest.mark.parametrize("config", COVERING_SM100_DECODE, ids=lambda config: config.name)
+of_each_kernel = pytest.mark.parametrize("config", COVERING_SM100_DECODE, ids=lambda config: config.name)
 MMA_DEPTH, MMA_ROWS = 16, 64  # elements that an instruction reduces over; keys, or columns of V
 TYPES = {"fp16": 0, "bf16": 1}
 
@@ -56,7 +56,7 @@ def products(ptx: str) -> Counter[Product]:
     return Counter(Product.of(a, int(descriptor)) for a, descriptor in found)
 
 
-@configs
+@of_each_kernel
 def test_products(config: Sm100DecodeConfig) -> None:
     """A tile of keys takes an instruction for 16 columns of K, and four for 64 columns of V. The loops over tiles are
     not unrolled. M is 64 keys or columns of V, and N is the rows of a warpgroup. V is M-major in shared memory;
@@ -77,7 +77,7 @@ def test_products(config: Sm100DecodeConfig) -> None:
         assert {p.m_major_a: count for p, count in found.items()} == {False: of_keys, True: of_values}
 
 
-@configs
+@of_each_kernel
 def test_tensor_memory(config: Sm100DecodeConfig) -> None:
     """The kernel allocates its columns once, and frees as many. A leaf loads S once and O once, as 16 lanes of each
     warp. Warps store dequantized tiles in the order of wgmma's operand A."""
@@ -97,7 +97,7 @@ def test_tensor_memory(config: Sm100DecodeConfig) -> None:
     assert ptx.count("tcgen05.commit") == 4
 
 
-@configs
+@of_each_kernel
 def test_copies(config: Sm100DecodeConfig) -> None:
     """TMA takes a box with all columns for each box of rows; whole tiles of V and others have separate loops. If rows
     fill no whole column block, it takes a box for each column block, and all tiles have one loop."""
@@ -109,12 +109,12 @@ def test_copies(config: Sm100DecodeConfig) -> None:
     assert bool(re.search(r"\bcp\.async\.bulk\.tensor\b", ptx)) == (config.kv_fetch is KvFetch.PAGE_BOXES)
 
 
-@configs
+@of_each_kernel
 def test_touches_no_memory_before_the_grid_in_front_is_done(config: Sm100DecodeConfig) -> None:
     compiled.test_touches_no_memory_before_the_grid_in_front_is_done(config)
 
 
-@configs
+@of_each_kernel
 def test_registers_of_roles(config: Sm100DecodeConfig) -> None:
     built = artifact(config)
     compiled.check_shares(config, compiled.kernel_parameters(built.ptx.read_text()), compiled.usage(built.cubin))
@@ -146,6 +146,6 @@ def most_leaf_spills(config: Sm100DecodeConfig) -> int:
     return 16 if config.rows == 16 and config.head_dim_v > 192 else 0
 
 
-@configs
+@of_each_kernel
 def test_spills_of_a_leaf(config: Sm100DecodeConfig) -> None:
     assert leaf_spills(config) <= most_leaf_spills(config)

@@ -22,6 +22,7 @@ from tests.decode import test_emulated as decode_emulated
 from tests.decode import test_sm100 as decode_sm100
 from tests.decode import test_sm120 as decode_sm120
 from tests.kernels import test_compile as kernels_compile
+from tests.kernels import test_sm100_decode_compile as decode_compile
 from tests.kernels import test_sm100_few_rows_compile as mla_few_rows_compile
 from tests.mla import test_emulated as mla_emulated
 from tests.mla import test_sm100_few_rows as mla_few_rows
@@ -31,7 +32,7 @@ from tests.prefill import test_sm100 as prefill_sm100
 
 ROOT = Path(__file__).parents[2]
 NAMING_KERNELS = (
-    *(decode_emulated, decode_sm100, decode_sm120, kernels_compile, mla_emulated, mla_sm120),
+    *(decode_emulated, decode_sm100, decode_sm120, decode_compile, kernels_compile, mla_emulated, mla_sm120),
     *(mla_few_rows, mla_few_rows_compile, prefill_emulated, prefill_sm100),
 )
 
@@ -76,10 +77,11 @@ def kernels_of_tests() -> Iterator[tuple[str, Any]]:
     for module in NAMING_KERNELS:
         of_module = getattr(module, "pytestmark", [])
         of_module = of_module if isinstance(of_module, list) else [of_module]
-        for name, function in vars(module).items():
+        found = ((name, value) for name, value in vars(module).items() if name.startswith("test_"))
+        for _, function in found:
             marks = [*of_module, *getattr(function, "pytestmark", [])]
             kinds = {mark.name for mark in marks} & {"compile", "emulator", "slow_emulator", "gpu"}
-            if not name.startswith("test_") or not kinds or kinds & {"slow_emulator", "gpu"}:
+            if not kinds or kinds & {"slow_emulator", "gpu"}:
                 continue
             for mark in marks:
                 for case in mark.args[1] if mark.name == "parametrize" else ():
