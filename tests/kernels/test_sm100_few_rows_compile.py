@@ -18,6 +18,8 @@ pytestmark = pytest.mark.compile
 
 # Bytes outside the loops over tiles: code before the roles has the registers of 384 threads, 168.
 MOST_STACK = 80
+# The warp that loads eight stages of e4m3 keys of 320 columns in boxes of 8 keys has the most addresses (2026-11-27).
+SMALL_BOXES_STACK = 192
 CONFIGS = pytest.mark.parametrize("config", COVERING_FEW_ROWS_MLA, ids=lambda config: config.name)
 # Fields of the PTX ISA's "Instruction descriptor": types of A and B, majorness of A and B, N / 8, M / 16.
 TYPES, MAJORS, N, M = (7, 7), (15, 3), (17, 63), (24, 31)
@@ -34,7 +36,8 @@ def test_loops_over_tiles_do_not_spill(config: Sm100SwapABMlaConfig) -> None:
     has, ptx = Resources.of(built), built.ptx.read_text()
     assert has.local == 0
     assert has.step_spills == 0
-    assert has.stack <= MOST_STACK
+    small = config.uses_fp8_mma and config.head_dim_v == 256 and config.box_rows == 8
+    assert has.stack <= (SMALL_BOXES_STACK if small else MOST_STACK)
     assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"
     threads = WARPGROUP * len(config.registers)
     assert has.registers * threads <= REGISTERS
@@ -76,7 +79,8 @@ def test_products(config: Sm100SwapABMlaConfig) -> None:
 
 @CONFIGS
 def test_copies(config: Sm100SwapABMlaConfig) -> None:
-    """TMA fetches boxes of pages; lanes copy rows."""
+    """TMA fetches boxes of keys. Lanes copy Q and rows of keys; the copies of rows arrive at barriers by themselves."""
     ptx = artifact(config).ptx.read_text()
-    assert bool(re.search(r"\bcp\.async\.cg\b", ptx)) == (config.kv_fetch is not KvFetch.PAGE_BOXES)
-    assert bool(re.search(r"\bcp\.async\.bulk\.tensor\b", ptx))
+    by_lanes = config.kv_fetch is not KvFetch.PAGE_BOXES
+    assert bool(re.search(r"\bcp\.async\.bulk\.tensor\b", ptx)) == (not by_lanes)
+    assert bool(re.search(r"\bcp\.async\.mbarrier\.arrive\b", ptx)) == by_lanes
