@@ -200,7 +200,7 @@ def test_what_is_shipped(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", BLACKWELL)
 def test_which_kernels_of_few_rows_are_shipped(arch: str) -> None:
-    """They are those of Hopper with 16 rows."""
+    """Hopper ships the same kernels of 16 rows."""
     hopper = [config for config in shipped_configs("sm_90a", Family.MLA) if config.rows == LATENT_SWAP_AB_ROWS]
     names = [config.name for config in FEW_ROWS[arch]]
     assert len(names) == len(set(names)) > 0
