@@ -141,6 +141,11 @@ class PackedBatch(MlaBatch):
         self.k = [dequantize_fp8_ds_mla(row) for row in self.rows]
         self.v = [k[..., : self.v_head_dim] for k in self.k]
 
+    def request(self, index: int) -> PackedBatch:
+        one = super().request(index)
+        one.rows = [self.rows[index]]
+        return one
+
     def packed(self, page_size: int) -> torch.Tensor:
         """Return the cache: uint8 [pages, 1, page_size, 656]."""
         _, _, table = self.pages(page_size)
