@@ -159,7 +159,8 @@ def run_decode(cell: Cell, arch: str) -> None:
 
 def run_mla(cell: Cell, arch: str) -> None:
     size, (dtype, kv_type) = PAGE_SIZES[cell.pages] or 0, cell.types
-    kind, options = MlaBatch, dict(heads=5, dtype=DTYPES[dtype], device="cpu")
+    heads = 5 if arch == ARCH else 20  # Blackwell has a kernel of its own for up to 16 rows
+    kind, options = MlaBatch, dict(heads=heads, dtype=DTYPES[dtype], device="cpu")
     if kv_type is KvType.FP8_DS_MLA:
         kind = PackedBatch
     elif kv_type is KvType.E4M3:
