@@ -46,12 +46,12 @@ def prefill_e4m3() -> None:
 
 
 def mla(kind: type[MlaBatch] = MlaBatch) -> None:
-    """Run MLA with requests of zero to eleven steps on three pairs of CTAs. Pairs share the first request, and one has
-    more work tiles than its queue has stages.
+    """Run MLA with requests of zero to nine steps on three pairs of CTAs. The second pair has partials of two requests,
+    so that other work follows each of its work tiles.
 
     Logits are so large that references move between steps.
     """
-    kv_lens = [900, 0, 900]
+    kv_lens = [1150, 0, 900]
     data = kind([1] * len(kv_lens), kv_lens, heads=70, head_dim=320, v_head_dim=256, magnitude=3.0, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 6):
         execute(data.decode(16, sinks=torch.linspace(-1, 1, 70)))

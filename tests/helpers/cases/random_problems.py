@@ -387,10 +387,12 @@ def decode(draw: Draw) -> None:
 def split_by(draw: Draw, *, alone: bool) -> Iterator[None]:
     """Split the requests of MLA over a drawn number of emulated SMs; with ``alone`` by their own lengths.
 
-    With few slots, partials wait for earlier partials in their slots.
+    With few slots, partials of such requests wait for earlier partials in their slots. CTA parts need all of their
+    slots at once.
     """
     before, sms, few_slots = settings.BATCH_INVARIANT.given, draw.one("sms", (2, 4, 6, 10)), draw.maybe("few_slots")
-    comfortable, under_way = (0, 1) if few_slots else (splitting.COMFORTABLE_BYTES, splitting.LATENT_UNDER_WAY)
+    all_slots = (splitting.COMFORTABLE_BYTES, splitting.LATENT_UNDER_WAY)
+    comfortable, under_way = (0, 1) if few_slots and alone else all_slots
     slots = dict(COMFORTABLE_BYTES=comfortable, LATENT_UNDER_WAY=under_way)
     with mock.patch.object(geometry, "EMULATED_SMS", sms), mock.patch.multiple(splitting, **slots):
         hopwell.batch_invariant(alone)
