@@ -27,7 +27,7 @@ TYPES = {"fp16": 0, "bf16": 1}
 
 
 class Product(NamedTuple):
-    """A matrix instruction in the PTX. Its descriptor is that of the PTX ISA."""
+    """A matrix instruction in the PTX, with the fields of the descriptor of the PTX ISA."""
 
     a_in_tensor_memory: bool
     n: int

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers.batches.fp8 import Fp8MlaBatch
-from helpers.batches.mla import MlaBatch, PackedBatch
+from helpers.batches.mla import MlaBatch
 from helpers.cases.mla import DIMS, Case, chunk_tokens
 from helpers.device.schedules import setting
 
@@ -36,7 +36,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "LATENT_UNDER_WAY", 1)
 
 
-@pytest.mark.parametrize("kind", [MlaBatch, Fp8MlaBatch, PackedBatch])
+@pytest.mark.parametrize("kind", [MlaBatch, Fp8MlaBatch])
 @pytest.mark.parametrize("sms", [4, 10])
 def test_a_request_alone_has_the_bits_that_it_has_in_a_batch(
     kind: type[MlaBatch], sms: int, monkeypatch: pytest.MonkeyPatch
