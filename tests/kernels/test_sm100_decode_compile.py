@@ -73,7 +73,7 @@ def test_products(config: Sm100DecodeConfig) -> None:
     if dequantizes:  # whole column blocks of K
         assert [*found.values()] == [-(-config.head_dim_qk // MMA_ROWS) * MMA_ROWS // MMA_DEPTH + of_values]
     else:
-        of_keys = config.layout.depth[0] // MMA_DEPTH
+        of_keys = 2 * config.layout.depth[0] // MMA_DEPTH  # of a segment's first leaf, and of the next leaf
         assert {p.m_major_a: count for p, count in found.items()} == {False: of_keys, True: of_values}
 
 
