@@ -71,7 +71,8 @@ def test_products(config: Sm100DecodeConfig) -> None:
     assert {p.a_in_tensor_memory for p in found} == {dequantizes}
     of_values = blocks * LEAF_TILE // MMA_DEPTH
     if dequantizes:  # whole column blocks of K
-        assert [*found.values()] == [-(-config.head_dim_qk // MMA_ROWS) * MMA_ROWS // MMA_DEPTH + of_values]
+        k_columns = -(-config.layout.tile_dims[0] // MMA_ROWS) * MMA_ROWS
+        assert [*found.values()] == [k_columns // MMA_DEPTH + of_values]
     else:
         of_keys = 2 * config.layout.depth[0] // MMA_DEPTH  # of a segment's first leaf, and of the next leaf
         assert {p.m_major_a: count for p, count in found.items()} == {False: of_keys, True: of_values}
@@ -93,8 +94,9 @@ def test_tensor_memory(config: Sm100DecodeConfig) -> None:
     assert ptx.count("tcgen05.wait::st") == (0 if config.kv_type is KvType.WIDE else 2)
     stores = re.findall(r"\btcgen05\.st\.sync\.aligned\.(\w+)\.x(\d+)\.b32", ptx)
     assert {shape for shape, _ in stores} == (set() if config.kv_type is KvType.WIDE else {"16x128b"})
-    # One commit releases each tile of K and of V, or of operand A, and one signals S and O of a leaf.
-    assert ptx.count("tcgen05.commit") == 4
+    # One commit releases each tile of K and of V, or of operand A, and one signals S and O of a leaf. Over 16-bit
+    # caches S of a segment's first leaf has code of its own.
+    assert ptx.count("tcgen05.commit") == (6 if config.kv_type is KvType.WIDE else 4)
 
 
 @of_each_kernel
@@ -123,11 +125,11 @@ def test_registers_of_roles(config: Sm100DecodeConfig) -> None:
 def leaf_spills(config: Sm100DecodeConfig) -> int:
     """Count the instructions of the loop over leaves that store or load a spilled register.
 
-    This loop is the smallest one with all products and all loads of accumulators. It has loops over tiles inside, so
-    ``Resources.step_spills`` counts less.
+    This loop is the smallest one with all loads of accumulators: a segment's first S is issued before the loop. It has
+    loops over tiles inside, so ``Resources.step_spills`` counts less.
     """
     code = disassemble(artifact(config).cubin)
-    wanted = {i for i, one in enumerate(code) if re.match(r"UTC\w*MMA|LDTM", one.root)}
+    wanted = {i for i, one in enumerate(code) if one.root == "LDTM"}
     leaf = next(loop for loop in sass_loops(code) if wanted <= loop.body)
     return sum(code[i].root in ("LDL", "STL") for i in leaf.body)
 
@@ -136,14 +138,16 @@ def most_leaf_spills(config: Sm100DecodeConfig) -> int:
     """Return the spills that a leaf may have. A leaf takes microseconds of memory time.
 
     With two warpgroups a thread has 232 registers. 64 rows with leaves of four tiles take 64 for S, up to 64 for O,
-    and the state of 32 rows. They have 8 to 24 spills, and 53 with drafts over padded columns (2026-11-27). 32 rows of
-    head dim 64 have up to 8. With one warpgroup, 16 rows of 256 columns spill 16.
+    and the state of 32 rows. They have 12 to 24 spills, and 66 with drafts over padded columns (2026-11-27). 32 rows have
+    up to 8. With one warpgroup, 16 rows of 256 columns spill 17, and of fewer up to 6. NVFP4 with 8 rows spills up to 2.
     """
     if config.rows == 64:
-        return 53 if config.head_dim_v % 64 else 24
-    if config.rows == 32 and config.head_dim_v <= 64:
+        return 66 if config.head_dim_v % 64 else 24
+    if config.rows == 32:
         return 8
-    return 16 if config.rows == 16 and config.head_dim_v > 192 else 0
+    if config.rows == 16:
+        return 17 if config.head_dim_v > 192 else 6
+    return 2 if config.kv_type is KvType.NVFP4 else 0
 
 
 @of_each_kernel

@@ -20,6 +20,7 @@ from hopwell.kernels.jit.toolchain import artifact
 from hopwell.kernels.problem import ScoreKind
 from hopwell.kernels.registry import build
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, Sm100SwapABMlaConfig
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.support import BLACKWELL
 from hopwell.perf import resources
@@ -30,6 +31,7 @@ SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the most that a kernel may all
 # Bytes. Decode kernels spill in the combine of nodes, where ptxas uses all registers, as in the kernels of sm_120. The
 # spills of a leaf are in test_sm100_decode_compile.py.
 MOST_DECODE_STACK = 256
+MOST_FEW_ROWS_MLA_STACK = 192  # likewise; test_sm100_few_rows_compile.py has the limits of each kernel
 FEWEST_COLUMNS = 32  # of an allocation of tensor memory, a power of two
 
 
@@ -61,6 +63,8 @@ def most_step_spills(config: KernelConfig) -> int:
     others (2026-11-26). Softmax threads of prefill have 96 registers, see ``ROLES`` in the config."""
     if isinstance(config, Sm100DecodeConfig):
         return int(config.rows == 16 and config.head_dim_v > 192)  # one register in a loop over tiles
+    if isinstance(config, Sm100MlaConfig) and config.batch_invariant:
+        return 4  # reads of an address that all roles use, see INVARIANT_PAIR_STACK of test_compile.py
     if not isinstance(config, Sm100PrefillConfig):
         return 0
     return 30 if config.score is ScoreKind.SCALED else 51
@@ -73,7 +77,7 @@ def test_resources(config: KernelConfig) -> None:
     has, ptx = Resources.of(built), built.ptx.read_text()
     assert has.local == 0, "registers are spilled"
     assert has.step_spills <= most_step_spills(config), "registers are spilled"
-    most = MOST_DECODE_STACK if isinstance(config, Sm100DecodeConfig) else 0
+    most = {Sm100DecodeConfig: MOST_DECODE_STACK, Sm100SwapABMlaConfig: MOST_FEW_ROWS_MLA_STACK}.get(type(config), 0)
     assert has.stack <= most or most_step_spills(config) > 0, "registers are spilled"
     assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"
     (threads,) = map(int, re.findall(r"\.(?:req|max)ntid (\d+)", ptx))
