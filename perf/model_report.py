@@ -53,7 +53,7 @@ The range of a prediction below is its value divided by the largest and by the l
 "fit" gave the model a rate, so they confirm nothing.
 """
 
-_DECODES = """A step of decode is a leaf. Its chain is that of one warpgroup, with keys and values in shared memory:
+_DECODES = """A step of decode is a leaf. Its chain belongs to one warpgroup, with keys and values in shared memory:
 dequant, S, softmax, P, O, and the node. One node is combined with another for each leaf, or for four leaves if leaves
 are added before the tree. Two CTAs of an SM have a chain each.
 """

@@ -1,7 +1,8 @@
 """Decode of Blackwell with tcgen05 in the emulator, against float64, in ordinary and adverse schedules.
 
-These kernels have not run on a GPU. They run under the race detector, the proxy check and strict mode. Data that a
-kernel must not read or must overwrite is NaN. Results have the bits of Hopper's kernels.
+These kernels have not run on a GPU. They run under the race detector, the proxy check and strict mode. Data is
+NaN where a kernel must not read it, or must overwrite it. Results have the bits of Hopper's kernels, except where 32 or
+64 rows add complete leaves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MLA decode of up to 16 packed rows on Blackwell in the emulator, against float64, in ordinary and adverse schedules.
 
-These kernels have not run on a GPU. They run under the race detector, the proxy check and strict mode. Data that a
-kernel must not read or must overwrite is NaN.
+These kernels have not run on a GPU. They run under the race detector, the proxy check and strict mode. Data is
+NaN where a kernel must not read it, or must overwrite it.
 """
 
 from __future__ import annotations

@@ -110,17 +110,10 @@ def load_tile(address, columns: int, *, loc=None, ip=None):
     )
 
 
-@dsl_user_op
-def store_words(address, words, *, loc=None, ip=None) -> None:
+def store_words(address, words) -> None:
     """Store 32-bit values to a lane's columns, starting at ``address``. Call :func:`wait_stores` before another thread
     reads them."""
-    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
-    cute.arch.inline_ptx(
-        f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}], {{{operands}}};",
-        read_only_args=[address, *words],
-        loc=loc,
-        ip=ip,
-    )
+    _store(address, words, f"32x32b.x{len(words)}")
 
 
 def store_tile(address, words) -> None:
@@ -129,15 +122,15 @@ def store_tile(address, words) -> None:
     count, first = cute.size(words), 0
     while first < count:
         part = power_of_two_in(count - first)
-        _store_tile(address + 2 * first, [words[first + i] for i in range(part)])
+        _store(address + 2 * first, [words[first + i] for i in range(part)], f"16x128b.x{part // 2}")
         first += part
 
 
 @dsl_user_op
-def _store_tile(address, words: list, *, loc=None, ip=None) -> None:
+def _store(address, words, shape: str, *, loc=None, ip=None) -> None:
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
-        f"tcgen05.st.sync.aligned.16x128b.x{len(words) // 2}.b32 [{{$r0}}], {{{operands}}};",
+        f"tcgen05.st.sync.aligned.{shape}.b32 [{{$r0}}], {{{operands}}};",
         read_only_args=[address, *words],
         loc=loc,
         ip=ip,

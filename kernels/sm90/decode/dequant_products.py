@@ -8,6 +8,7 @@ All operands are float16. It represents every e4m3 and int8 value and every scal
 precisely than bf16.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,9 +168,15 @@ class DequantProducts:
     def score(self, scores: ColumnFragment, core_matrices: list[tuple]) -> None:
         """Compute S^T of several core matrices of keys; ``core_matrices`` lists each one's stage and its number in the
         stage."""
-        g, t = place_in_warp()
         scores.registers.fill(0.0)
-        depth, scales = 0, self._key_scales(core_matrices)
+        for depth, keys in enumerate(self.dequantized_keys(core_matrices)):
+            self._multiply(scores, keys, depth)
+        self.multiply_scores(scores)
+
+    def dequantized_keys(self, core_matrices: list[tuple]) -> Iterator[list]:
+        """Yield the keys for each depth step of the products: two words of each core matrix, from left to right."""
+        g, t = place_in_warp()
+        scales = self._key_scales(core_matrices)
         for block in self.key_blocks:
             rows = [self.rows(self.k_tile, 0, *core_matrix, block) for core_matrix in core_matrices]
             part = self.element.bytes_of(block.key_part)
@@ -183,10 +190,7 @@ class DequantProducts:
                         for key, factor in zip(keys, factors, strict=True)
                     ]
                     for step in range(len(wide[0]) // 2):
-                        halves = [words[2 * step : 2 * step + 2] for words in wide]
-                        self._multiply(scores, halves, depth)
-                        depth += 1
-        self.multiply_scores(scores)
+                        yield [words[2 * step : 2 * step + 2] for words in wide]
 
     def multiply_scores(self, scores: ColumnFragment) -> None:
         """Multiply scores by their row's factor, if it may differ from 1."""

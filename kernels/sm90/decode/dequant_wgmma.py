@@ -34,7 +34,6 @@ from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Reader
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, MMA_DEPTH, place_in_warp
-from hopwell.kernels.parts.dequant.eight_bit import dequantized
 from hopwell.kernels.parts.rows.softmax import HalfSoftmax
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.decode.base import argument_types
@@ -95,25 +94,11 @@ class DequantOperandA:
 
     def read_keys(self, words, stage) -> None:
         """Dequantize a tile of K into ``words``: this warp's two core matrices of eight keys."""
-        g, t = place_in_warp()
-        depth, kind = 0, self.kernel.config.kv_type
         first = warp_in_warpgroup() * (ColumnFragment.warp_columns // copy.ATOM_ROWS)
-        own = [(stage, first + i) for i in range(2)]
-        scales = self._key_scales(own)
-        for block in self.key_blocks:
-            rows = [self.rows(self.k_tile, 0, *core_matrix, block) for core_matrix in own]
-            part = self.element.bytes_of(block.key_part)
-            load_bytes = min(part, copy.VECTOR_BYTES)
-            for byte in range(0, part, load_bytes):
-                keys = [copy.load_shared(self._place(row, g, t, part, byte), load_bytes // 4) for row in rows]
-                for word in range(load_bytes // 4):
-                    factors = self._factors(scales, byte // 4 + word)
-                    wide = [dequantized(kind, key[word], factor) for key, factor in zip(keys, factors, strict=True)]
-                    for step in range(len(wide[0]) // 2):
-                        for half in range(2):
-                            for row in range(2):
-                                words[4 * depth + 2 * half + row] = wide[row][2 * step + half]
-                        depth += 1
+        for depth, keys in enumerate(self.dequantized_keys([(stage, first + i) for i in range(2)])):
+            for half in range(2):
+                for row in range(2):
+                    words[4 * depth + 2 * half + row] = keys[row][half]
 
     def read_values(self, words, stage, block: int) -> None:
         """Dequantize 64 columns of a tile of V into ``words``, for all keys. A warp has a vector of 16 columns, or half

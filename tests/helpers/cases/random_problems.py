@@ -132,7 +132,7 @@ def prefill_batch(
 def skip_softmax(draw: Draw, data: Batch) -> float:
     """Return a threshold of skip-softmax, 0 in most draws. The keys left out together weigh 1e-5 of a row at most.
 
-    Of each 300 keys, from the right, 30 become larger and the others smaller, so that whole tiles are negligible.
+    From the right, 30 of each 300 keys become larger and the others smaller, so that whole tiles are negligible.
     """
     if not draw.for_kernel("skip", (False, False, True)):
         return 0.0
