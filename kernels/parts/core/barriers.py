@@ -9,8 +9,8 @@ class NamedBarrier(enum.IntEnum):
     PING_PONG = 1  # 1 to 3, by consumer warpgroup: its turn at the tensor cores
     WARPGROUP = 4  # 4 to 6, by consumer warpgroup: its four warps meet
     COMBINE = 7  # warpgroups that combine partials
-    DEQUANT = 8  # the warpgroup that dequantizes in place
-    TENSOR_MEMORY = 9  # all consumer warps, before the first use of tensor memory and after the last
+    TENSOR_MEMORY = 8  # all consumer warps, before the first use of tensor memory and after the last
+    DEQUANT = 11  # the warpgroup that dequantizes in place, also of kernels with barriers of ``SoftmaxBarrier``
 
 
 class SoftmaxBarrier(enum.IntEnum):

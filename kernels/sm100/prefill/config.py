@@ -33,6 +33,14 @@ ROLES = RoleTable(
         load_q=Role(1, PRODUCER_REGISTERS),
     )
 )
+# Kernels over narrow caches have four more warps, which dequantize. The sum equals the registers of 896 threads.
+DEQUANT_REGISTERS = dict(softmax=88, correction=48, dequantize=64)
+DEQUANT_ROLES = RoleTable(
+    {
+        name: Role(role.warps, DEQUANT_REGISTERS.get(name, role.registers))
+        for name, role in (ROLES.roles | dict(dequantize=Role(4, 0))).items()
+    }
+)
 
 
 def _tile(n: int, kv_stages: int) -> Tile:
@@ -71,7 +79,6 @@ class Sm100PrefillConfig(PrefillConfig):
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES
     # With a soft cap and slopes together, a kernel of 128 columns spills 8 bytes.
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
-    kv_types: ClassVar[frozenset[KvType]] = frozenset({KvType.WIDE})
     can_dequantize_q: ClassVar[bool] = False
     transposes_v: ClassVar[bool] = False  # type: ignore[assignment]  # V may be stored with its columns innermost
 
@@ -88,8 +95,17 @@ class Sm100PrefillConfig(PrefillConfig):
         return [{}]
 
     @property
+    def roles(self) -> RoleTable:
+        return DEQUANT_ROLES if self.dequantizes_in_place else ROLES
+
+    @property
     def registers(self) -> tuple[int, ...]:
-        return ROLES.registers
+        return self.roles.registers
+
+    @property
+    def dequantizes_in_place(self) -> bool:
+        """Narrow caches are dequantized in place at all head dims: shared memory has no room for further stages."""
+        return self.kv_type is not KvType.WIDE
 
     @property
     def columns(self) -> Columns:

@@ -22,8 +22,17 @@ from hopwell.kernels.parts.rows.mask import create_mask
 from hopwell.kernels.parts.rows.padding import fill_padding
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.skip import SkipRule
+from hopwell.kernels.sm90.common.dequant import Conversion
+from hopwell.kernels.sm90.common.kernel import kv_edges_in_place, loading_ring
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, Q_TILES, ROLES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.config import (
+    DEQUANT_ROLES,
+    HALVES,
+    Q_TILE_ROWS,
+    Q_TILES,
+    ROLES,
+    Sm100PrefillConfig,
+)
 from hopwell.kernels.sm100.prefill.correction import Correction
 from hopwell.kernels.sm100.prefill.products import Products
 from hopwell.kernels.sm100.prefill.skip import SkippingSoftmax
@@ -31,6 +40,7 @@ from hopwell.kernels.sm100.prefill.softmax import EXCHANGED_BYTES, Fp8PackedSoft
 
 CORRECTION_WARP, MMA_WARP = ROLES.first("correction"), ROLES.first("mma")
 K_WARP, V_WARP, Q_WARP = (ROLES.first(f"load_{name}") for name in "kvq")
+DEQUANT_WARP = DEQUANT_ROLES.first("dequantize")
 FACTOR_BYTES = 4 * Q_TILE_ROWS
 
 
@@ -45,11 +55,14 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         warp 21           load_k      K tiles, through the KV source
         warp 22           load_v      V tiles; rows past the visible keys become zeros
         warp 23           load_q      work tiles (the query rows, the keys and their locations) and their Q tiles
+        warps 24..27      dequantize  only for narrow K and V: dequantizes their tiles in place
 
     Edges (``PrefillSm100(config).edges``); edges of query tiles have one stage per tile, factor has two
         q       load_q -> mma            released when the query tile's last S of the work tile has been computed
         k       load_k -> mma            released when both S have been computed
         v       load_v -> mma            released when both products have been added to O
+                With narrow K and V, loaded_k and loaded_v lead from the loaders to dequantize, and k and v from there
+                to mma.
         work    load_q -> all others     released as soon as it has been read
         s       mma -> softmax           released when the first columns of P of both halves have replaced it
         p       softmax -> mma           full when all columns of P have been written
@@ -75,18 +88,23 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     work_stages = 2
     # The softmax threads' exchanges, the address of tensor memory, and the query tiles' flags of P.
     more_bytes = EXCHANGED_BYTES + copy.VECTOR_BYTES
+    reader = Reader.TENSOR_CORES  # of K and V
 
     @property
     def roles(self) -> dict[str, int]:
-        warps = {name: role.warps for name, role in ROLES.roles.items()}
+        warps = {name: role.warps for name, role in self.config.roles.roles.items()}
         softmax, others = warps["softmax"] // Q_TILES, sum(warps.values()) - 1
         return warps | {"softmax": softmax, "first half": softmax // HALVES, "all others": others}
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         c, t, every_lane = self.config, self.tile, dict(producer_lanes=LANES, consumer_lanes=LANES)
+        if c.dequantizes_in_place:
+            kv = kv_edges_in_place(self, roles, "dequantize", "mma")
+        else:
+            kv = self._kv_edges(roles, *[("mma", self.reader)] * 2)
         return (
             roles.edge("q", "load_q", "mma", t.q_stages, self.q_rows * c.layout.q_columns * HALFWORD_BYTES),
-            *self._kv_edges(roles, *[("mma", Reader.TENSOR_CORES)] * 2),
+            *kv,
             self._work_edge(roles, "load_q"),
             roles.edge("s", "mma", "softmax", Q_TILES),
             roles.edge("p", "softmax", "mma", Q_TILES),
@@ -121,10 +139,10 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         fill_padding(addresses, geometry)
         tmem.after_signal()
         tensor_memory = shared_array(Int32, slot)[0]
-        registers = self.config.registers
+        table = self.config.roles.roles
 
         if warp < CORRECTION_WARP:
-            self.set_registers(registers[0])
+            self.set_registers(table["softmax"].registers)
             scale = head_scales.softmax_scale(self.config, addresses, softmax_scale)
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
             softmax = Fp8PackedSoftmax if const_expr(self.config.uses_fp8_mma) else PackedSoftmax
@@ -152,22 +170,28 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             else:
                 Softmax(**parts).run(addresses, geometry)
         elif warp < MMA_WARP:
-            self.set_registers(registers[-2])
+            self.set_registers(table["correction"].registers)
             Correction(self, rings.factor, rings.o, factors, work_queue, tensor_memory).run(addresses, geometry)
-        else:
-            self.set_registers(registers[-1])
+        elif warp < DEQUANT_WARP:
+            self.set_registers(table["mma"].registers)
             if warp == MMA_WARP:
                 Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, shared_address(tiles.k.iterator), rings.k, zeroing_barriers, work_queue, key)
+                shared, ring = shared_address(tiles.k.iterator), loading_ring(self, rings, 0)
+                self.load_kv(k_atom, shared, ring, zeroing_barriers, work_queue, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                self.load_kv(v_atom, shared_address(tiles.v.iterator), rings.v, zeroing_barriers + 1, work_queue, value)
+                shared, ring = shared_address(tiles.v.iterator), loading_ring(self, rings, 1)
+                self.load_kv(v_atom, shared, ring, zeroing_barriers + 1, work_queue, value)
             if warp == Q_WARP:
                 parts = (geometry, addresses, mask, self.tile.n, TileShape.of(1, self.tile.m))
                 LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, rings.q).publish(work_queue)
             cute.arch.griddepcontrol_launch_dependents()
+        else:
+            if const_expr(self.config.dequantizes_in_place):
+                self.set_registers(table["dequantize"].registers)
+                Conversion.create(self, tiles, rings, work_queue, addresses, geometry).run()
         tmem.before_signal()
         cute.arch.sync_threads()
         if warp == MMA_WARP:

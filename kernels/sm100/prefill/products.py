@@ -26,8 +26,8 @@ class Products:
     def create(kernel, tiles, rings, tensor_memory, pending) -> "Products":
         c, n, columns_first = kernel.config, kernel.tile.n, kernel.source.columns_first
         q = SharedOperand.of(tiles.q, kernel.q_rows, c.layout.q_columns, columns_first=False)
-        k = SharedOperand.of(tiles.k, n, c.layout.columns[0], columns_first)
-        v = SharedOperand.of(tiles.v, n, c.layout.columns[1], columns_first, reduces_rows=True)
+        k = SharedOperand.of(tiles.k, n, c.layout.operand_columns[0], columns_first)
+        v = SharedOperand.of(tiles.v, n, c.layout.operand_columns[1], columns_first, reduces_rows=True)
         return Products(kernel, rings, q, k, v, tensor_memory, pending)
 
     @cute.jit

@@ -12,19 +12,21 @@ K_WARP, V_WARP, Q_WARP, SCHEDULE_WARP = range(4)
 LOAD_ROLES = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1}
 
 
-def kv_edges_in_place(kernel: AttentionKernel, roles: Roles) -> list[Edge]:
+def kv_edges_in_place(
+    kernel: AttentionKernel, roles: Roles, converter: str = "convert", consumer: str = "attend"
+) -> list[Edge]:
     """Return the edges of K and V for conversion in place.
 
-    Loaded tiles lead from the load warps to convert, and K and V from there to the tensor cores of attend, which
-    releases the stages.
+    Loaded tiles lead from the load warps to ``converter``, and K and V from there to the tensor cores of ``consumer``,
+    which releases the stages.
     """
     wide, loaded = [], []
     for i, name in enumerate(("k", "v")):
         stages, size = kernel.tile.loaded_stages[i], kernel.stage_bytes[i]
-        wide.append(roles.edge(name, "convert", "attend", stages, size, producer_lanes=LANES))
+        wide.append(roles.edge(name, converter, consumer, stages, size, producer_lanes=LANES))
         # Lanes of load_v write zeros, and lanes read them.
         lanes = LANES if kernel.copies_rows or name == "v" else 1
-        loaded.append(roles.edge(f"loaded_{name}", f"load_{name}", "convert", stages, producer_lanes=lanes))
+        loaded.append(roles.edge(f"loaded_{name}", f"load_{name}", converter, stages, producer_lanes=lanes))
     return [*wide, *loaded]
 
 

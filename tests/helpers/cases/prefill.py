@@ -64,6 +64,7 @@ FP8_CACHE_CASES = [
 # A smaller set, since an emulated step takes a second.
 FP8_CACHE_EMULATED = [
     *(("sm_90a", FP8_CACHE_CASES[i]) for i in (0, 3, 4, 5, 8, 9)),
+    *(("sm_100a", FP8_CACHE_CASES[i]) for i in (0, 1, 3, 4, 6, 7, 9)),
     *(("sm_120a", FP8_CACHE_CASES[i]) for i in (0, 3, 4, 5, 6, 8, 9)),
 ]
 
@@ -83,8 +84,13 @@ NVFP4_CASES = [
 ]
 # Cases with linear scales of V. 12 tokens are uneven pages; pages of 6 tokens are uneven and need linear scales.
 LINEAR_CASES = [*NVFP4_CASES, ((64, 64), 6, window(70), BF16), ((128, 128), 1, CAUSAL, FP16)]
-LINEAR_EMULATED = [*(("sm_90a", LINEAR_CASES[i]) for i in (6, 10)), ("sm_120a", LINEAR_CASES[10])]
+LINEAR_EMULATED = [
+    *(("sm_90a", LINEAR_CASES[i]) for i in (6, 10)),
+    *(("sm_100a", LINEAR_CASES[i]) for i in (9, 10)),
+    ("sm_120a", LINEAR_CASES[10]),
+]
 NVFP4_EMULATED = [
     *(("sm_90a", NVFP4_CASES[i]) for i in (0, 3, 5, 6, 7, 8)),
+    *(("sm_100a", NVFP4_CASES[i]) for i in (0, 1, 3, 4, 7, 8)),
     *(("sm_120a", NVFP4_CASES[i]) for i in (0, 3, 5, 9)),
 ]
