@@ -23,13 +23,7 @@ from hopwell.kernels.config.splitting import TICKETS
 from hopwell.kernels.launch.geometry import decode_geometry, host_value, prefill_geometry
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
-from hopwell.kernels.sm100.mla.config import (
-    Sm100MlaConfig,
-    Sm100SwapABMlaConfig,
-    resolve_sm100_mla,
-    resolve_sm100_swap_ab_mla,
-    shipped_sm100_mla_configs,
-)
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, Sm100SwapABMlaConfig
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
@@ -153,8 +147,8 @@ def _split_keys(
     """Return the implementation of decode, or of MLA decode, whose configs are of ``kind``."""
     return Implementation(
         kind,
-        resolve,
-        shipped,
+        partial(resolve, kind=kind),
+        partial(shipped, kind=kind),
         build,
         decode_geometry,
         numbers=lambda problem: (host_value(problem.output_factor),),
@@ -165,17 +159,12 @@ def _split_keys(
 
 def _decode(kind: type[DecodeConfig], build: Build) -> Implementation:
     """Return the decode implementation whose configs are of ``kind``."""
-    return _split_keys(kind, partial(resolve_decode, kind=kind), partial(shipped_decode_configs, kind=kind), build)
+    return _split_keys(kind, resolve_decode, shipped_decode_configs, build)
 
 
 def _mla(kind: type[MlaConfig], build: Build) -> Implementation:
     """Return the MLA implementation whose configs are of ``kind``."""
-    return _split_keys(kind, partial(resolve_mla, kind=kind), _alone(partial(shipped_mla_configs, kind=kind)), build)
-
-
-def _alone(shipped: Callable[[str], Iterator[Any]]) -> Callable[[str, Sequence[Any]], Iterator[Any]]:
-    """Return ``shipped`` of an implementation whose shipped kernels serve nothing that preferred kernels serve."""
-    return lambda arch, preferred: shipped(arch)
+    return _split_keys(kind, resolve_mla, shipped_mla_configs, build)
 
 
 _HOPPER_PREFILL = _prefill(PrefillConfig, partial(_build_in, "sm90.prefill.kernel"))
@@ -186,19 +175,12 @@ _WARP_DECODE = _decode(Sm120DecodeConfig, partial(_build_in, "warp_mma.decode.ke
 _BLACKWELL_DECODE = _decode(Sm100DecodeConfig, partial(_build_in, "sm100.decode.kernel"))
 _HOPPER_MLA = _mla(MlaConfig, _build_mla)
 _WARP_MLA = _mla(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel"))
-_PAIR_MLA = _split_keys(
-    Sm100MlaConfig, resolve_sm100_mla, _alone(shipped_sm100_mla_configs), partial(_build_in, "sm100.mla.kernel")
-)
-_BLACKWELL_SWAP_AB_MLA = _split_keys(
-    Sm100SwapABMlaConfig,
-    resolve_sm100_swap_ab_mla,
-    _alone(partial(shipped_mla_configs, kind=Sm100SwapABMlaConfig)),
-    partial(_build_in, "sm100.mla.swap_ab"),
-)
+_PAIR_MLA = _mla(Sm100MlaConfig, partial(_build_in, "sm100.mla.kernel"))
+_BLACKWELL_SWAP_AB_MLA = _mla(Sm100SwapABMlaConfig, partial(_build_in, "sm100.mla.swap_ab"))
 _APPEND = Implementation(
     AppendConfig,
     resolve_append,
-    _alone(shipped_append_configs),
+    lambda arch, preferred: shipped_append_configs(arch),
     partial(_build_in, "append.kernel"),
     append_geometry,
     numbers=lambda problem: (host_value(problem.k_scale), host_value(problem.v_scale)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from hopwell.kernels.config.base import (
     KvFetch,
     KvType,
     Tile,
+    Traits,
     dims_names,
     has_uneven_pages,
     kv_fetch,
@@ -96,6 +97,11 @@ class MlaConfig(SplitKeys, KernelConfig):
     has_fp8_mma: ClassVar[bool] = (
         True  # whether products of e4m3 queries are fp8 MMA; otherwise the queries are dequantized before the launch
     )
+
+    @classmethod
+    def rows_for(cls, rows: int) -> int:
+        """Return the rows of the kernel's tile for ``rows`` packed rows of a request."""
+        return LATENT_SWAP_AB_ROWS if rows <= LATENT_SWAP_AB_ROWS else cls.most_rows
 
     @property
     def has_tree(self) -> bool:
@@ -196,6 +202,9 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
         NotImplementedError: there is no kernel; the message lists what is supported.
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
+    # Tokens with top-k indices have keys of their own, so a tile has rows of one token.
+    packed_rows = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
+    kind.require(Traits(dims, rows=packed_rows), arch)
     known = support.MLA_HEAD_DIMS if problem.token_table is None else support.SPARSE_MLA_HEAD_DIMS
     if dims not in known:
         raise NotImplementedError(
@@ -213,9 +222,8 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
         fetch = KvFetch.TOPK_ROWS, 0
     else:
         fetch = kv_fetch(problem, _TILE.n) if kv_type is KvType.WIDE else (KvFetch.PAGE_ROWS, 0)
-    together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, QUERY_DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
-    rows = LATENT_SWAP_AB_ROWS if together <= LATENT_SWAP_AB_ROWS else kind.most_rows
+    rows = kind.rows_for(packed_rows)
     uneven, invariant = has_uneven_pages(problem), rows >= ROWS and not _has_cta_parts(problem)
     return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=invariant)
 
@@ -242,11 +250,16 @@ def most_keys(problem: AttentionProblem) -> int:
     return problem.page_table.key.numel() * problem.key.shape[2]
 
 
-def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:
-    """Yield the MLA kernels that are compiled ahead: only batch-invariant ones if the setting asks for them."""
+def shipped_mla_configs(
+    arch: str = "sm_90a", preferred: Sequence[type[KernelConfig]] = (), kind: type[MlaConfig] = MlaConfig
+) -> Iterator[MlaConfig]:
+    """Yield the MLA kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves: only
+    batch-invariant ones if the setting asks for them."""
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.TOPK_ROWS, 0)])
-    for rows, (dims, fetch) in itertools.product(sorted({kind.most_rows, LATENT_SWAP_AB_ROWS}, reverse=True), kinds):
+    requests = (LATENT_SWAP_AB_ROWS, ROWS, ROWS + 1)  # the last has more rows than Hopper's tiles
+    chosen = {kind.rows_for(n) for n in requests if kind.is_chosen(Traits(kinds[0][0], rows=n), arch, preferred)}
+    for rows, (dims, fetch) in itertools.product(sorted(chosen, reverse=True), kinds):
         kv_types = [KvType.WIDE]
         if not fetch[1]:  # 8-bit rows are copied by lanes, not in TMA boxes
             kv_types += [

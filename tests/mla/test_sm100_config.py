@@ -15,6 +15,7 @@ from helpers.covering.sm100_few_rows_mla import COVERING_FEW_ROWS_MLA
 
 from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import QUERY_DTYPES, KvFetch, KvType, paged_fetches
+from hopwell.kernels.config.mla import resolve_mla
 from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS
 from hopwell.kernels.hardware import ARCHITECTURES, LANES, REGISTERS, WARPGROUP
 from hopwell.kernels.jit import settings
@@ -24,12 +25,7 @@ from hopwell.kernels.parts.partition.split_kv import SplitTile
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.registry import build, resolve, scratch_bytes, shipped_configs
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
-from hopwell.kernels.sm100.mla.config import (
-    Sm100MlaConfig,
-    Sm100SwapABMlaConfig,
-    resolve_sm100_mla,
-    resolve_sm100_swap_ab_mla,
-)
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, Sm100SwapABMlaConfig
 from hopwell.kernels.sm100.mla.kernel import MlaSm100
 from hopwell.kernels.support import BLACKWELL, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.kernels.warp_mma.decode.config import Sm120MlaConfig
@@ -77,7 +73,7 @@ class TestResolve:
     def test_many_rows_have_a_shipped_kernel(self, arch: str) -> None:
         for dims, page_size in itertools.product(MLA_HEAD_DIMS, (1, 4, 8, 16, 32, 64, 128, 192)):
             found = resolve(problem(dims, page_size), arch)
-            assert found == resolve_sm100_mla(problem(dims, page_size), arch)
+            assert found == resolve_mla(problem(dims, page_size), arch, Sm100MlaConfig)
             assert (found in SHIPPED[arch]) == (page_size != 192)  # uneven pages are compiled on demand
             assert isinstance(build(found)[0], MlaSm100)
             box_rows = min(page_size, 64) if page_size >= 8 else 0
@@ -110,7 +106,7 @@ class TestResolve:
     def test_kernels_of_sm120_serve_up_to_64_rows(self, arch: str) -> None:
         few = problem(heads=64)
         with pytest.raises(NotImplementedError, match=f"no MLA decode kernel of CTA pairs for {arch} with 64 packed"):
-            resolve_sm100_mla(few, arch)
+            resolve_mla(few, arch, Sm100MlaConfig)
         assert isinstance(resolve(few, arch), Sm120MlaConfig)
 
     @pytest.mark.parametrize("kinds", OPERANDS, ids=str)
@@ -144,7 +140,7 @@ class TestResolve:
         with pytest.raises(
             NotImplementedError, match=f"no tcgen05 MLA kernel of few rows for {arch} with 17 packed rows"
         ):
-            resolve_sm100_swap_ab_mla(problem(heads=17), arch)
+            resolve_mla(problem(heads=17), arch, Sm100SwapABMlaConfig)
 
     def test_few_rows_have_a_shipped_kernel(self, arch: str) -> None:
         for dims, page_size in itertools.product(MLA_HEAD_DIMS, (1, 4, 8, 16, 32, 64, 128, 192)):
@@ -172,7 +168,7 @@ class TestResolve:
         assert found in SHIPPED[arch]
 
     def test_batch_invariant_results(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert not resolve_sm100_mla(problem(), arch).batch_invariant
+        assert not resolve_mla(problem(), arch, Sm100MlaConfig).batch_invariant
         monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
         found = resolve(problem(), arch)
         assert isinstance(found, Sm100MlaConfig)

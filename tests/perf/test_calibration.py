@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("tabulate")
 
+from hopwell.kernels.config.mla import shipped_mla_configs
 from hopwell.kernels.jit.toolchain import artifact
-from hopwell.kernels.sm100.mla.config import shipped_sm100_mla_configs
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
 from hopwell.kernels.sm100.mla.correction import RESCALED_COLUMNS
 from hopwell.kernels.sm100.prefill.config import HALVES
 from hopwell.perf import blackwell_plans, calibration
@@ -297,7 +298,7 @@ def test_the_estimate_of_softmax_is_that_of_compiled_code(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 def test_the_estimate_of_a_rescale_is_that_of_compiled_code(dtype: str) -> None:
     """From the wait for O to the arrival that releases it."""
-    configs = shipped_sm100_mla_configs("sm_100a")
+    configs = shipped_mla_configs("sm_100a", kind=Sm100MlaConfig)
     config = next(one for one in configs if one.dtype == dtype and one.head_dim_v == 512 and not one.sparse)
     code = disassemble(artifact(config).cubin)
     (loop,) = innermost(sass_loops(code), lambda one: {"LDTM", "STTM"} <= {code[i].root for i in one.path})

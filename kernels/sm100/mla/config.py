@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile
-from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile, Traits
+from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import (
     ALIGNMENT,
     COMFORTABLE_BYTES,
@@ -19,7 +19,6 @@ from hopwell.kernels.config.splitting import (
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.jit import settings
-from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.sm100.common.resources import CTAS, Columns, Role, RoleTable
 
 CTA_ROWS = 64  # of the tile, in each CTA
@@ -77,6 +76,13 @@ class Sm100MlaConfig(MlaConfig):
     instruction_in_name: ClassVar[str] = "tcgen05"
     most_rows: ClassVar[int] = CTAS * CTA_ROWS
     cluster_ctas: ClassVar[int] = CTAS
+
+    @classmethod
+    def refusal(cls, traits: Traits, arch: str) -> str | None:
+        if traits.rows < LEAST_ROWS:
+            what = f"{traits.rows} packed rows, fewer than {LEAST_ROWS}"
+            return f"there is no MLA decode kernel of CTA pairs for {arch} with {what}"
+        return super().refusal(traits, arch)
 
     @property
     def tile(self) -> Tile:
@@ -157,20 +163,6 @@ class Sm100MlaConfig(MlaConfig):
         return max(slots * slot_bytes(cls.most_rows, columns, latent=True), COMFORTABLE_BYTES) + ALIGNMENT
 
 
-def resolve_sm100_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
-    """Choose the kernel of pairs of CTAs for ``problem`` on ``arch``.
-
-    Raises:
-        NotImplementedError: there is none; the message names the reason.
-    """
-    config = resolve_mla(problem, arch, Sm100MlaConfig)
-    rows = packed_rows(problem)
-    if rows < LEAST_ROWS:
-        what = f"{rows} packed rows, fewer than {LEAST_ROWS}"
-        raise NotImplementedError(f"there is no MLA decode kernel of CTA pairs for {arch} with {what}")
-    return config
-
-
 @dataclass(frozen=True)
 class Sm100SwapABMlaConfig(MlaConfig):
     """An MLA decode kernel of few rows: the leaves of Hopper's kernel, with S and O of a tile in tensor memory."""
@@ -178,6 +170,13 @@ class Sm100SwapABMlaConfig(MlaConfig):
     instruction_in_name: ClassVar[str] = "tcgen05"
     most_rows: ClassVar[int] = LATENT_SWAP_AB_ROWS
     operand_buffers: ClassVar[int] = 0  # of operand A in tensor memory: keys are dequantized in shared memory
+
+    @classmethod
+    def refusal(cls, traits: Traits, arch: str) -> str | None:
+        if traits.rows > cls.most_rows:
+            what = f"{traits.rows} packed rows, more than {cls.most_rows}"
+            return f"there is no tcgen05 MLA kernel of few rows for {arch} with {what}"
+        return super().refusal(traits, arch)
 
     @property
     def columns(self) -> Columns:
@@ -188,30 +187,3 @@ class Sm100SwapABMlaConfig(MlaConfig):
     def allocated_columns(self) -> int:
         """Columns to allocate: a power of two."""
         return 1 << (self.columns.total - 1).bit_length()
-
-
-def resolve_sm100_swap_ab_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
-    """Choose the kernel of few rows for ``problem`` on ``arch``.
-
-    Raises:
-        NotImplementedError: there is none; the message names the reason.
-    """
-    config = resolve_mla(problem, arch, Sm100SwapABMlaConfig)
-    rows = packed_rows(problem)
-    if rows > config.rows:
-        what = f"{rows} packed rows, more than {config.rows}"
-        raise NotImplementedError(f"there is no tcgen05 MLA kernel of few rows for {arch} with {what}")
-    return config
-
-
-def packed_rows(problem: AttentionProblem) -> int:
-    """Return the packed rows of a request. Tokens with top-k indices have keys of their own, so a tile has rows of one
-    token."""
-    return problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
-
-
-def shipped_sm100_mla_configs(arch: str) -> Iterator[MlaConfig]:
-    """Yield the kernels of pairs of CTAs that are compiled ahead."""
-    for config in shipped_mla_configs(arch, Sm100MlaConfig):
-        if config.rows == Sm100MlaConfig.most_rows:
-            yield config
