@@ -19,7 +19,7 @@ from hopwell.kernels.config.base import Traits
 from hopwell.kernels.config.decode import DecodeConfig, resolve_decode, shipped_decode_configs
 from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipped_prefill_configs
-from hopwell.kernels.config.splitting import TICKETS
+from hopwell.kernels.config.splitting import TICKETS, LaunchSizes
 from hopwell.kernels.launch.geometry import decode_geometry, host_value, prefill_geometry
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
@@ -75,8 +75,7 @@ class Implementation:
         geometry: run-time sizes and strides of a problem, which the kernel of a config gets as one tuple of integers.
         numbers: floats of a problem that the kernel gets by value, besides the two scales of attention.
         counters: int32 that the kernel finds zero and leaves zero, of a geometry and a config.
-        scratch_bytes: bytes of scratch that is enough for any of the kernels, of packed rows, KV heads, output columns,
-            keys of a request and multiprocessors.
+        scratch_bytes: bytes of scratch that is enough for any of the kernels, of a launch's sizes.
     """
 
     config: type[Buildable]
@@ -86,7 +85,7 @@ class Implementation:
     geometry: Callable[[Any, Any], tuple[int, ...]]
     numbers: Callable[[Any], tuple[float, ...]]
     counters: Callable[[Any, Any], int]
-    scratch_bytes: Callable[[int, int, int, int, int], int]
+    scratch_bytes: Callable[[LaunchSizes], int]
 
 
 def _build_in(module: str, config: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -122,7 +121,7 @@ def _build_mla(config: MlaConfig) -> tuple[Any, tuple[Any, ...]]:
     return _build_in("sm90.mla.fp8" if config.uses_fp8_mma else "sm90.mla.kernel", config)
 
 
-def _no_scratch(rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+def _no_scratch(sizes: LaunchSizes) -> int:
     """Kernels that share no request's keys among CTAs need no scratch."""
     return 0
 
@@ -262,9 +261,9 @@ def may_have_fp8_mma(arch: str) -> bool:
     return any(kind.has_fp8_mma for kind in _kinds(Family.MLA, arch))
 
 
-def scratch_bytes(family: Family, arch: str, *sizes: int) -> int:
+def scratch_bytes(family: Family, arch: str, sizes: LaunchSizes) -> int:
     """Return the scratch of the kernels of ``family`` on ``arch``, see :class:`Implementation`; 0 without kernels."""
-    return max((made.scratch_bytes(*sizes) for made in IMPLEMENTATIONS.get((family, arch), ())), default=0)
+    return max((made.scratch_bytes(sizes) for made in IMPLEMENTATIONS.get((family, arch), ())), default=0)
 
 
 def resolve(problem: Any, arch: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 from hopwell._calls.repeat import OperandMap
 from hopwell._checks import arguments as checks
 from hopwell.kernels import registry, support
+from hopwell.kernels.config.splitting import LaunchSizes
 from hopwell.kernels.launch.geometry import multiprocessors
 from hopwell.kernels.launch.scratch import own_scratch
 from hopwell.kernels.problem import DcpRank, Family, LogSumExp, LseLayout, TokenOffsets
@@ -42,8 +43,8 @@ def workspace_bytes(
     """Return the size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU
     without one."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    family, sizes = Family.MLA if latent else Family.DECODE, (max(rows, 1), kv_heads, columns, max_seq_len)
-    return registry.scratch_bytes(family, support.arch_of(on), *sizes, multiprocessors(on))
+    sizes = LaunchSizes(max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on))
+    return registry.scratch_bytes(Family.MLA if latent else Family.DECODE, support.arch_of(on), sizes)
 
 
 def workspace(

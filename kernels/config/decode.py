@@ -30,6 +30,7 @@ from hopwell.kernels.config.splitting import (
     LEAF_TILE,
     ROWS,
     SWAP_AB_ROWS,
+    LaunchSizes,
     chunk_tokens,
     counter_ints,
     ctas_per_sm,
@@ -37,7 +38,6 @@ from hopwell.kernels.config.splitting import (
     node_slots,
     scratch_bytes,
     shared_levels,
-    slot_count,
     tree_counter_ints,
     tree_rows,
     tree_warpgroups,
@@ -136,16 +136,15 @@ class SplitKeys:
     def reads_kv_once(self) -> bool:
         return True
 
-    def slots(self: Any, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
-        """Return the slots for partials, or for nodes of the tree, of a launch on ``sms`` SMs.
+    def slots(self: Any, sizes: LaunchSizes, row_tiles: int) -> int:
+        """Return the slots for partials, or for nodes of the tree, of a launch of ``sizes``.
 
-        A request has up to ``rows`` packed rows, in ``row_tiles`` tiles for each KV head, and ``capacity`` keys.
+        Each KV head has ``row_tiles``.
         """
-        columns = self.head_dim_v
         if self.has_tree:
-            return node_slots(self.rows, kv_heads * row_tiles, columns, sms * self.ctas_per_sm, self.splitting_bytes)
-        latent = self.family is Family.MLA
-        return slot_count(max(rows, 1), kv_heads, columns, capacity, sms, latent, self.has_cta_parts)
+            tiles, ctas = sizes.kv_heads * row_tiles, sizes.sms * self.ctas_per_sm
+            return node_slots(self.rows, tiles, sizes.columns, ctas, self.splitting_bytes)
+        return replace(sizes, latent=self.family is Family.MLA, by_cta_parts=self.has_cta_parts).slots
 
     def counter_ints(self: Any, slots: int) -> int:
         """Return the int32 counters of a launch with ``slots``. The kernel finds them zero and leaves them zero."""
@@ -280,9 +279,9 @@ class DecodeConfig(SplitKeys, KernelConfig):
         return chunk_tokens(self.head_dim_v, element_bytes=self.splitting_bytes)
 
     @classmethod
-    def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+    def scratch_bytes(cls, sizes: LaunchSizes) -> int:
         """Return the bytes of scratch for any kernel of this class, see :func:`splitting.scratch_bytes`."""
-        return scratch_bytes(rows, kv_heads, columns, capacity, sms, tiled=cls.tiled)
+        return scratch_bytes(sizes, cls.tiled)
 
     @property
     def has_combine_role(self) -> bool:

@@ -36,6 +36,7 @@ from hopwell.kernels.config.splitting import (
     MOST_CTA_PART_KEYS,
     ROWS,
     TOPK_CHUNK_TOKENS,
+    LaunchSizes,
     chunk_tokens,
     scratch_bytes,
 )
@@ -131,12 +132,16 @@ class MlaConfig(SplitKeys, KernelConfig):
         return not (self.has_tree or self.batch_invariant)
 
     @classmethod
-    def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+    def scratch_bytes(cls, sizes: LaunchSizes) -> int:
         """Return the bytes of scratch for any kernel of this class, see :func:`splitting.scratch_bytes`."""
         # Kernels with CTA parts and batch-invariant ones need different amounts; the batch selects one of them.
         ways = (False,) if settings.BATCH_INVARIANT.is_on else (False, True)
-        sizes = (rows, kv_heads, columns, capacity, sms, True, cls.tiled)
-        return max(scratch_bytes(*sizes, by_cta_parts) for by_cta_parts in ways)
+        return max(cls.scratch_of(replace(sizes, latent=True, by_cta_parts=way)) for way in ways)
+
+    @classmethod
+    def scratch_of(cls, sizes: LaunchSizes) -> int:
+        """Return the bytes of scratch for kernels that all have, or all lack, CTA parts."""
+        return scratch_bytes(sizes, cls.tiled)
 
     @property
     def is_cooperative(self) -> bool:

@@ -1,5 +1,7 @@
 """Sizes of split-KV and stream-K decode, and the memory of partials. Plain numbers for host and device."""
 
+from dataclasses import dataclass
+
 from hopwell.kernels.config.base import BLOCK_COLUMNS, power_of_two_in
 from hopwell.kernels.elements import HALFWORD_BYTES
 
@@ -247,83 +249,68 @@ def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
     return rows * (columns * (LATENT_PARTIAL_BYTES if latent else 4) + 4 * STATISTICS)
 
 
-def slot_count(
-    rows: int,
-    kv_heads: int,
-    columns: int,
-    capacity: int,
-    sms: int,
-    latent: bool = False,
-    by_cta_parts: bool = False,
-    tile_rows: int = ROWS,
-) -> int:
-    """Count the slots for partials on ``sms`` multiprocessors. A request has ``rows`` packed rows of each of
-    ``kv_heads``, ``columns`` of output and at most ``capacity`` keys. With ``by_cta_parts`` keys are cut into CTA
-    parts, not into chunks by each request's own length. A work tile has ``tile_rows``.
+@dataclass(frozen=True)
+class LaunchSizes:
+    """Sizes of a launch that decide its slots for partials, and the memory that these take.
 
-    Slots for one request, and some for what is under way besides, are a must. More of them save looking whether they
-    are free.
-    """
-    needed = needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_cta_parts, tile_rows)
-    return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent, tile_rows), columns, latent))
-
-
-def needed_slots(
-    rows: int,
-    kv_heads: int,
-    columns: int,
-    capacity: int,
-    sms: int,
-    latent: bool,
-    by_cta_parts: bool,
-    tile_rows: int = ROWS,
-) -> int:
-    """Return the slots that a launch cannot do without, see :func:`slot_count`."""
-    row_tiles = kv_heads * -(-rows // tile_rows)
-    if by_cta_parts:
-        return cta_part_slots(row_tiles, sms)
-    # Chunks of 16-bit keys are the shortest.
-    least = chunk_tokens(columns, latent) // (1 if latent else 2)
-    chunks = -(-max(capacity, 1) // least) + 1
-    if latent:
-        return min(chunks * row_tiles, max(LATENT_WORK_TILES, 2 * row_tiles)) + LATENT_UNDER_WAY * sms
-    return min(chunks, MAX_CHUNKS) * row_tiles + UNDER_WAY * sms
-
-
-def scratch_bytes(
-    rows: int,
-    kv_heads: int,
-    columns: int,
-    capacity: int,
-    sms: int,
-    latent: bool = False,
-    tiled: bool = False,
-    by_cta_parts: bool = False,
-) -> int:
-    """Return the bytes of scratch of a launch.
-
-    Args:
-        rows: packed rows of a KV head.
+    Attributes:
+        rows: packed rows of a KV head of a request.
         kv_heads: KV heads.
         columns: output columns of a head.
         capacity: keys of a request at most.
-        sms: multiprocessors of the device.
+        sms: multiprocessors of the device, or pairs of them if two take each work tile together.
         latent: whether the launch is MLA decode.
-        tiled: whether the kernel has a tree for each tile of few rows, for any number of rows.
-        by_cta_parts: as in :func:`slot_count`.
+        by_cta_parts: whether keys are cut into CTA parts, not into chunks by each request's own length.
+        tile_rows: rows of a work tile.
+    """
+
+    rows: int
+    kv_heads: int
+    columns: int
+    capacity: int
+    sms: int
+    latent: bool = False
+    by_cta_parts: bool = False
+    tile_rows: int = ROWS
+
+    @property
+    def needed_slots(self) -> int:
+        """Slots that the launch cannot do without: those for one request, and some for what is under way besides."""
+        row_tiles = self.kv_heads * -(-max(self.rows, 1) // self.tile_rows)
+        if self.by_cta_parts:
+            return cta_part_slots(row_tiles, self.sms)
+        # Chunks of 16-bit keys are the shortest.
+        least = chunk_tokens(self.columns, self.latent) // (1 if self.latent else 2)
+        chunks = -(-max(self.capacity, 1) // least) + 1
+        if self.latent:
+            return min(chunks * row_tiles, max(LATENT_WORK_TILES, 2 * row_tiles)) + LATENT_UNDER_WAY * self.sms
+        return min(chunks, MAX_CHUNKS) * row_tiles + UNDER_WAY * self.sms
+
+    @property
+    def slots(self) -> int:
+        """Slots of the launch. More than the needed ones save looking whether they are free."""
+        rows = slot_rows(max(self.rows, 1), self.latent, self.tile_rows)
+        return max(self.needed_slots, COMFORTABLE_BYTES // slot_bytes(rows, self.columns, self.latent))
+
+    def partial_bytes(self, rows: int) -> int:
+        """Return the bytes of the slots, of ``rows`` each."""
+        return max(self.needed_slots * slot_bytes(rows, self.columns, self.latent), COMFORTABLE_BYTES)
+
+
+def scratch_bytes(sizes: LaunchSizes, tiled: bool = False) -> int:
+    """Return the bytes of scratch of a launch of ``sizes``. It is ``tiled`` if the kernel has a tree for each tile of
+    few rows, for any number of rows.
 
     The result is enough for smaller launches as well. It is therefore not rounded to whole slots.
     """
-    sizes = (columns, capacity, sms)
-    if latent:
-        tree = latent_tree_bytes(kv_heads * -(-rows // LATENT_SWAP_AB_ROWS) if tiled else kv_heads, *sizes)
+    rows, kv_heads, common = sizes.rows, sizes.kv_heads, (sizes.columns, sizes.capacity, sizes.sms)
+    if sizes.latent:
+        tree = latent_tree_bytes(kv_heads * -(-rows // LATENT_SWAP_AB_ROWS) if tiled else kv_heads, *common)
     else:
-        tree = tree_bytes(rows, kv_heads, *sizes, tiled)
+        tree = tree_bytes(rows, kv_heads, *common, tiled)
     if tiled:
         return tree + ALIGNMENT
-    needed = needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_cta_parts)
-    partials = max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES)
-    return max(partials, tree) + ALIGNMENT
+    return max(sizes.partial_bytes(slot_rows(rows, sizes.latent, sizes.tile_rows)), tree) + ALIGNMENT
 
 
 def counter_ints(slots: int) -> int:

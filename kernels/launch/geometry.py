@@ -8,7 +8,7 @@ from hopwell.kernels.config.base import TileShape, page_and_head_stride
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.prefill import PrefillConfig, packed_shape
-from hopwell.kernels.config.splitting import ROWS, cta_parts, gmem_levels, most_new_tokens, slot_rows
+from hopwell.kernels.config.splitting import ROWS, LaunchSizes, cta_parts, gmem_levels, most_new_tokens, slot_rows
 from hopwell.kernels.launch.arguments import (
     SCALE_STRIDES,
     DecodeGeometry,
@@ -104,8 +104,8 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig | MlaConfig)
     row_tiles = -(-(rows if problem.token_table is None else group) // config.tile.m)
     sms = multiprocessors(query.device)
     grid = sms * config.ctas_per_sm // config.cluster_ctas
-    kv_heads, capacity = problem.key.shape[1], problem.max_kv_len
-    slots = config.slots(rows, kv_heads, row_tiles, capacity, sms)
+    capacity = problem.max_kv_len
+    launched = LaunchSizes(rows, problem.key.shape[1], config.head_dim_v, capacity, sms)
     sizes = DecodeGeometry(
         tokens=query.shape[0],
         batch=problem.batch,
@@ -120,7 +120,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig | MlaConfig)
         lse_row=0 if lse is None else lse.tensor.stride(0),
         lse_head=0 if lse is None else lse.tensor.stride(1),
         lse_natural=int(lse is not None and lse.natural),
-        slots=slots,
+        slots=config.slots(launched, row_tiles),
         slot_rows=slot_rows(rows, problem.is_latent, max(config.rows, ROWS)),
         cta_parts=cta_parts(max(row_tiles, 1), grid),
         gmem_levels=gmem_levels(config.leaf_tokens, capacity, config.smem_levels) if config.has_tree else 0,

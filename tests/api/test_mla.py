@@ -28,7 +28,7 @@ from helpers.calls.valid_calls import (
 )
 
 from hopwell.kernels.config.mla import resolve_mla
-from hopwell.kernels.config.splitting import ALIGNMENT, node_bytes, scratch_bytes, slot_bytes
+from hopwell.kernels.config.splitting import ALIGNMENT, LaunchSizes, node_bytes, scratch_bytes, slot_bytes
 from hopwell.kernels.launch.geometry import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.mla import mla_workspace_bytes
@@ -169,13 +169,14 @@ class TestWorkspace:
     def test_size_is_what_the_docs_say(self) -> None:
         """Documented sizes are in MiB, for 132 SMs and up to 256 rows; narrow outputs need less."""
         for rows, (rank, said) in itertools.product((1, 16, 128, 256), ((256, [54, 60]), (512, [72, 84]))):
-            sizes = [scratch_bytes(rows, 1, rank, keys, 132, latent=True) for keys in (131072, 1 << 20)]
+            sizes = [scratch_bytes(LaunchSizes(rows, 1, rank, keys, 132, latent=True)) for keys in (131072, 1 << 20)]
             assert [math.ceil(size / 2**20) for size in sizes] == said
 
     @pytest.mark.parametrize("by_cta_parts", [True, False])
     def test_many_rows_take_little(self, by_cta_parts: bool) -> None:
         """128 heads and eight new tokens fit the 128 MiB that serving engines give."""
-        assert scratch_bytes(128 * 8, 1, 512, 131072, 132, latent=True, by_cta_parts=by_cta_parts) <= 128 << 20
+        sizes = LaunchSizes(128 * 8, 1, 512, 131072, 132, latent=True, by_cta_parts=by_cta_parts)
+        assert scratch_bytes(sizes) <= 128 << 20
 
     def test_size_hardly_grows_with_keys(self) -> None:
         million = mla_workspace_bytes(128, 1 << 20, device="cpu")

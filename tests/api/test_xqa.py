@@ -32,7 +32,7 @@ from helpers.calls.valid_calls import (
 
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels.config.decode import resolve_decode
-from hopwell.kernels.config.splitting import ALIGNMENT, STATISTICS, node_bytes, scratch_bytes
+from hopwell.kernels.config.splitting import ALIGNMENT, STATISTICS, LaunchSizes, node_bytes, scratch_bytes
 from hopwell.kernels.launch import geometry
 from hopwell.kernels.launch.geometry import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
@@ -195,7 +195,7 @@ class TestWorkspace:
     def test_size_is_what_the_docs_say(self) -> None:
         """Documented sizes are for 132 SMs."""
         for rows, most in ((8, 24), (32, 56), (64, 101)):
-            assert scratch_bytes(rows, 8, 128, 131072, 132) <= most * 2**20
+            assert scratch_bytes(LaunchSizes(rows, 8, 128, 131072, 132)) <= most * 2**20
 
     def test_size_does_not_grow_with_requests_and_hardly_with_keys(self) -> None:
         assert needed() < 9 << 20

@@ -16,7 +16,7 @@ from helpers.covering.sm100_decode import COVERING_SM100_DECODE, page_size
 from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.config.decode import DRAFT_MASKS, HEAD_DIMS, KV_TYPES, MASKS, resolve_decode, tiles_with_tree
-from hopwell.kernels.config.splitting import LEAF_TILE, node_bytes, tree_rows
+from hopwell.kernels.config.splitting import LEAF_TILE, LaunchSizes, node_bytes, tree_rows
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP, WARPS
 from hopwell.kernels.launch.geometry import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, DcpRank, Family, Mask, MaskKind, TokenOffsets
@@ -258,7 +258,7 @@ def test_scratch_and_slots(dims: int, rows: int, sms: int, arch: str, monkeypatc
         nodes = sizes.slots + levels * sizes.grid
         needed = nodes * node_bytes(config.rows, dims) + splitting.ALIGNMENT
         for bound in (rows, 64, 200):
-            assert needed <= scratch_bytes(Family.DECODE, arch, bound, 2, dims, kv_len, sms), bound
+            assert needed <= scratch_bytes(Family.DECODE, arch, LaunchSizes(bound, 2, dims, kv_len, sms)), bound
 
 
 def kernels(dims: tuple[int, int], kv_types: Sequence[KvType] = (*KV_TYPES, KvType.NVFP4)) -> list[Any]:

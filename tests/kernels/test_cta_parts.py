@@ -15,7 +15,7 @@ import pytest
 from cutlass import Int32
 from helpers.host.warps import SchedulingWarp, device_tuple, host
 
-from hopwell.kernels.config.splitting import FRACTIONS, ROWS, SNAP_STEPS, slot_count
+from hopwell.kernels.config.splitting import FRACTIONS, ROWS, SNAP_STEPS, LaunchSizes
 from hopwell.kernels.config.splitting import cta_parts as count_portions
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.masks import WIDEST
@@ -212,7 +212,7 @@ def test_every_partial_has_a_slot(ctas: int) -> None:
     """No partial waits for a slot, and most CTAs have work, for any number of row tiles."""
     for row_tiles in range(1, 4 * ctas):
         places = count_portions(row_tiles, ctas) * row_tiles
-        assert places == row_tiles or 2 * places <= slot_count(row_tiles * ROWS, 1, 512, 1, ctas, True, True)
+        assert places == row_tiles or 2 * places <= LaunchSizes(row_tiles * ROWS, 1, 512, 1, ctas, True, True).slots
         assert places >= 0.49 * -(-places // ctas) * ctas
 
 

@@ -131,7 +131,7 @@ def test_another_implementation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> N
         geometry=lambda problem, config: (problem.batch, 17),
         numbers=lambda problem: (0.25,),
         counters=lambda sizes, config: sizes[1],
-        scratch_bytes=lambda rows, kv_heads, columns, capacity, sms: 1000 * rows + sms,
+        scratch_bytes=lambda sizes: 1000 * sizes.rows + sizes.sms,
     )
     monkeypatch.setitem(registry.IMPLEMENTATIONS, (Family.DECODE, "sm_90a"), (made,))
     monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: launched.append(arguments))

@@ -23,7 +23,7 @@ from hopwell.kernels.config.splitting import (
     MAX_CHUNKS,
     ROWS,
     TICKETS,
-    slot_count,
+    LaunchSizes,
 )
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.masks import WIDEST
@@ -172,7 +172,7 @@ class TestSpan:
             tokens = next(CHUNK << i for i in range(30) if -(-kv_len // (CHUNK << i)) <= most)
             found = span(schedule, index)
             assert (found.chunk_tokens, found.chunks) == (tokens, max(-(-kv_len // tokens), 1))
-            slots = slot_count(group * max(q_lens), 1, 512, max(kv_lens), 1, latent=True)
+            slots = LaunchSizes(group * max(q_lens), 1, 512, max(kv_lens), 1, latent=True).slots
             assert found.chunks * requests.tiles(index) <= slots - LATENT_UNDER_WAY
 
     def test_lanes_without_a_request_have_no_chunks(self, memory: Memory) -> None:

@@ -23,6 +23,7 @@ from hopwell.kernels.config.splitting import (
     SWAP_AB_ROWS,
     TICKETS,
     UNDER_WAY,
+    LaunchSizes,
     chunk_tokens,
     counter_ints,
     gmem_levels,
@@ -30,7 +31,6 @@ from hopwell.kernels.config.splitting import (
     node_slots,
     scratch_bytes,
     slot_bytes,
-    slot_count,
     tree_rows,
 )
 from hopwell.kernels.problem import Family
@@ -72,30 +72,30 @@ def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
         # the shortest.
         chunks = min(-(-capacity // (chunk_tokens(columns) // 2)) + 1, MAX_CHUNKS)
         of_request = chunks * kv_heads * -(-rows // ROWS)
-        assert slot_count(rows, kv_heads, columns, capacity, ctas) >= of_request + UNDER_WAY * ctas
+        assert LaunchSizes(rows, kv_heads, columns, capacity, ctas).slots >= of_request + UNDER_WAY * ctas
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("rows", [1, 16, 64, 128, 256, 1000, 128 * 300])
 def test_the_ring_holds_more_than_one_latent_request(rows: int, capacity: int) -> None:
     """A request with up to this number of rows has the maximum number of chunks for them."""
-    slots = slot_count(rows, 1, 512, capacity, 132, latent=True)
+    slots = LaunchSizes(rows, 1, 512, capacity, 132, latent=True).slots
     for tiles in range(1, -(-rows // ROWS) + 1):
         chunks = min(-(-capacity // chunk_tokens(512, latent=True)), max(LATENT_WORK_TILES // tiles, 2))
         assert slots >= chunks * tiles + LATENT_UNDER_WAY * 132
 
 
 def test_slots_that_cost_little_are_there_anyway() -> None:
-    assert slot_count(8, 1, 128, 1, 1) * slot_bytes(8, 128) > 0.99 * COMFORTABLE_BYTES
+    assert LaunchSizes(8, 1, 128, 1, 1).slots * slot_bytes(8, 128) > 0.99 * COMFORTABLE_BYTES
 
 
 @pytest.mark.parametrize("rows", [1, 8, 63, 64, 65, 2048])
 def test_scratch_holds_outputs_and_statistics(rows: int) -> None:
     """Scratch holds at most a tile of rows in each slot, after the next 16-byte boundary."""
     for columns, capacity in itertools.product(COLUMNS, CAPACITIES):
-        slots = slot_count(rows, 2, columns, capacity, 132)
-        floats = slots * min(rows, ROWS) * (columns + STATISTICS)
-        assert scratch_bytes(rows, 2, columns, capacity, 132) >= 4 * floats + 15
+        sizes = LaunchSizes(rows, 2, columns, capacity, 132)
+        floats = sizes.slots * min(rows, ROWS) * (columns + STATISTICS)
+        assert scratch_bytes(sizes) >= 4 * floats + 15
         assert floats < 2**31, "elements are counted in 32 bits"
 
 
@@ -107,7 +107,8 @@ def test_scratch_for_more_is_enough_for_less(sizes: tuple[tuple[int, int], ...],
     """More rows, heads, columns or keys never need less memory: callers allocate once, for their largest launch."""
     fewer = [size for size, _ in sizes]
     more = [size + additional for size, additional in sizes]
-    assert scratch_bytes(*fewer, 132, latent) <= scratch_bytes(*more, 132, latent)
+    less, enough = (scratch_bytes(LaunchSizes(*of, 132, latent)) for of in (fewer, more))
+    assert less <= enough
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -118,7 +119,7 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
         rows, columns, latent = config.rows * tiles, config.head_dim_v, config.family is Family.MLA
         slots = node_slots(config.rows, kv_heads * tiles, columns, sms * config.ctas_per_sm, config.kv_bytes)
         levels = gmem_levels(config.leaf_tokens, capacity, config.smem_levels) * sms * config.ctas_per_sm
-        found = scratch_bytes(rows, kv_heads, columns, capacity, sms, latent, tiled=True)
+        found = scratch_bytes(LaunchSizes(rows, kv_heads, columns, capacity, sms, latent), tiled=True)
         assert found >= (slots + levels) * node_bytes(config.rows, columns) + ALIGNMENT
 
 

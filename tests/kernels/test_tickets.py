@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hopwell.kernels.config.splitting import TICKETS, counter_ints, slot_count
+from hopwell.kernels.config.splitting import TICKETS, LaunchSizes, counter_ints
 from hopwell.kernels.launch import tickets as module
 from hopwell.kernels.launch.tickets import SLAB_BYTES, SLAB_SETS, Tickets, tickets
 
@@ -51,7 +51,7 @@ def in_threads(count: int, work: list[Tickets]) -> dict[int, list[int]]:
 
 def test_page_tables_of_all_lengths_share_few_sets() -> None:
     """Each number of counters has a slab of memory, and engines give tables of another length in many steps."""
-    needed = [counter_ints(slot_count(128, 8, 128, 512 * chunks, 132)) for chunks in range(1, 257)]
+    needed = [counter_ints(LaunchSizes(128, 8, 128, 512 * chunks, 132).slots) for chunks in range(1, 257)]
     assert len(set(needed)) > 200
     sets = {number: tickets(CPU, number) for number in needed}
     assert len(set(sets.values())) <= 20

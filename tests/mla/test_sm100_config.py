@@ -16,7 +16,7 @@ from helpers.covering.sm100_few_rows_mla import COVERING_FEW_ROWS_MLA
 from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import QUERY_DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.config.mla import resolve_mla
-from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS
+from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, LaunchSizes
 from hopwell.kernels.hardware import ARCHITECTURES, LANES, REGISTERS, WARPGROUP
 from hopwell.kernels.jit import settings
 from hopwell.kernels.launch.geometry import decode_geometry
@@ -237,7 +237,7 @@ def test_nodes_of_few_rows_fit_the_scratch(
         nodes = sizes.slots + sizes.gmem_levels * sizes.grid
         needed = nodes * splitting.node_bytes(config.rows, dims[1]) + splitting.ALIGNMENT
         for bound in (heads, 16, 64, 128):
-            assert needed <= scratch_bytes(Family.MLA, arch, bound, 1, dims[1], kv_len, sms), bound
+            assert needed <= scratch_bytes(Family.MLA, arch, LaunchSizes(bound, 1, dims[1], kv_len, sms)), bound
 
 
 @pytest.mark.parametrize("config", COVERING_FEW_ROWS_MLA, ids=lambda config: config.name)
@@ -275,7 +275,8 @@ def test_pairs_and_slots(heads: int, q_len: int, row_tiles: int, sms: int, monke
     assert sizes.slot_rows == min(-(-heads * q_len // 16) * 16, 128)
     assert sizes.slots >= 2 * sizes.cta_parts * row_tiles
     needed = sizes.slots * splitting.slot_bytes(sizes.slot_rows, 512, latent=True) + splitting.ALIGNMENT
-    assert needed <= scratch_bytes(Family.MLA, "sm_100a", heads * q_len, 1, 512, of.max_kv_len, max(sms, 2))
+    launched = LaunchSizes(heads * q_len, 1, 512, of.max_kv_len, max(sms, 2))
+    assert needed <= scratch_bytes(Family.MLA, "sm_100a", launched)
 
 
 class TestResources:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile, Traits
 from hopwell.kernels.config.mla import MlaConfig
-from hopwell.kernels.config.splitting import (
-    ALIGNMENT,
-    COMFORTABLE_BYTES,
-    LATENT_SWAP_AB_ROWS,
-    cta_part_slots,
-    needed_slots,
-    slot_bytes,
-    slot_count,
-)
+from hopwell.kernels.config.splitting import ALIGNMENT, LATENT_SWAP_AB_ROWS, LaunchSizes, cta_part_slots
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.jit import settings
 from hopwell.kernels.sm100.common.resources import CTAS, Columns, Role, RoleTable
 
 CTA_ROWS = 64  # of the tile, in each CTA
@@ -149,18 +140,16 @@ class Sm100MlaConfig(MlaConfig):
         yield from super().constraints()
         yield self.columns.constraint
 
-    def slots(self, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
+    def slots(self, sizes: LaunchSizes, row_tiles: int) -> int:
+        pairs = sizes.sms // CTAS
         if self.has_cta_parts:
-            return cta_part_slots(kv_heads * row_tiles, sms // CTAS)
-        sizes = (max(rows, 1), kv_heads, self.head_dim_v, capacity, sms // CTAS)
-        return slot_count(*sizes, latent=True, tile_rows=self.most_rows)
+            return cta_part_slots(sizes.kv_heads * row_tiles, pairs)
+        return replace(sizes, sms=pairs, latent=True, tile_rows=self.most_rows).slots
 
     @classmethod
-    def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
-        sizes = (rows, kv_heads, columns, capacity, sms // CTAS, True)
-        ways = (False,) if settings.BATCH_INVARIANT.is_on else (False, True)
-        slots = max(needed_slots(*sizes, by_cta_parts, cls.most_rows) for by_cta_parts in ways)
-        return max(slots * slot_bytes(cls.most_rows, columns, latent=True), COMFORTABLE_BYTES) + ALIGNMENT
+    def scratch_of(cls, sizes: LaunchSizes) -> int:
+        of_pairs = replace(sizes, sms=sizes.sms // CTAS, tile_rows=cls.most_rows)
+        return of_pairs.partial_bytes(cls.most_rows) + ALIGNMENT
 
 
 @dataclass(frozen=True)
