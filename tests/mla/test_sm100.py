@@ -62,13 +62,16 @@ def test_fetches(config: Sm100MlaConfig, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not emulator.report().warnings
 
 
-@pytest.mark.parametrize(("heads", "q_len"), [(65, 1), (128, 1), (22, 3), (128, 2)])
+@pytest.mark.parametrize(
+    ("heads", "q_len"), [(17, 1), (32, 1), (16, 3), (64, 1), (65, 1), (128, 1), (22, 3), (128, 2)]
+)
 def test_rows(heads: int, q_len: int) -> None:
-    """Part of the second CTA's rows, all of them, and a tile that begins in the middle of a token's heads."""
+    """None of the second CTA's rows, part of them, all of them, and a tile that begins in the middle of a token's
+    heads."""
     check(Case([q_len] * 2, [q_len - 1, 64 + q_len], heads), seed=heads)
 
 
-@pytest.mark.parametrize(("q_lens", "heads"), [([3, 0, 3, 3], 24), ([4, 2, 4, 3], 40)])
+@pytest.mark.parametrize(("q_lens", "heads"), [([3, 0, 3, 3], 24), ([4, 2, 4, 3], 40), ([3, 1, 0, 2], 16)])
 def test_uneven_numbers_of_new_tokens(q_lens: list[int], heads: int) -> None:
     """Requests have fewer rows than others, or none. With most of the tokens there, keys are cut into CTA parts."""
     check(Case(q_lens, [40, 130, 70, 5], heads, ragged=True))

@@ -13,7 +13,10 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.sm100.common.resources import CTAS, Columns, Role, RoleTable
 
 CTA_ROWS = 64  # of the tile, in each CTA
-LEAST_ROWS = CTA_ROWS + 1  # of a request: the second CTA of a pair has nothing to do with fewer
+# Packed rows of a request. The kernel of few rows serves fewer. With up to 64 rows, those of the second CTA are padding,
+# and the step takes as long as with 128 rows: the keys of 64 bf16 rows still arrive at 4.9 TB/s, more than twice the
+# rate of products by mma.sync (``python -m hopwell.perf model``, 2026-11-27).
+LEAST_ROWS = LATENT_SWAP_AB_ROWS + 1
 KEYS = 128  # of a step
 # Columns of the value in one matrix instruction, of which each CTA loads half.
 PRODUCT_COLUMNS = 256
