@@ -15,7 +15,6 @@ from hopwell._entries.mla import (
     list_lengths,
     mla_problem,
     mla_workspace_bytes,
-    with_fp8_query,
 )
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
@@ -164,7 +163,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         NotImplementedError: the call is well-formed, but no kernel serves it on this architecture; the message lists
             what is supported.
     """
-    given, query_dtype, given_lens = query, getattr(query, "dtype", None), sparse_mla_top_k_lens
+    query_dtype, given_lens = getattr(query, "dtype", None), sparse_mla_top_k_lens
     if sparse_mla_top_k_lens is None and type(sparse_mla_top_k) is int and sparse_mla_top_k > 0:
         seq_lens, sparse_mla_top_k_lens = list_lengths(query, seq_lens, sparse_mla_top_k)
     arguments: Arguments = (
@@ -235,8 +234,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if done is None:
         if is_traced(query):
             return call_op(trtllm_batch_decode_with_kv_cache_mla, "query", locals())
-        call = with_fp8_query(call_arguments(MlaCall, locals()), given)
-        arguments = (call.query, *arguments[1:])
+        call = call_arguments(MlaCall, locals())
         problem = mla_problem(call)
         rows = query.shape[:2] if cum_seq_lens_q is None else ()
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor

@@ -72,8 +72,7 @@ NOTES = """\
 5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
    32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
    Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
-6. Up to 16 rows use `tcgen05`, and so do more than 64, by pairs of CTAs with 128 rows a tile. These kernels have run on
-   the emulator only. 17 to 64 rows are as in 5.
+6. More than 16 rows have pairs of CTAs with 128 rows a tile. These kernels have run on the emulator only.
 7. Up to 64 rows (16 at head dims 144 to 256, 8 over NVFP4 caches). More rows, and head dim 512, use `mma.sync`.
 """
 SHORT_NAMES = {

@@ -196,7 +196,7 @@ _ROWS: tuple[tuple[Family, Sequence[str], tuple[Implementation, ...]], ...] = (
     (Family.DECODE, BLACKWELL, (_BLACKWELL_DECODE, _WARP_DECODE)),
     (Family.DECODE, SM120, (_WARP_DECODE,)),
     (Family.MLA, HOPPER, (_HOPPER_MLA,)),
-    (Family.MLA, BLACKWELL, (_PAIR_MLA, _BLACKWELL_SWAP_AB_MLA, _WARP_MLA)),
+    (Family.MLA, BLACKWELL, (_PAIR_MLA, _BLACKWELL_SWAP_AB_MLA)),
     (Family.MLA, SM120, (_WARP_MLA,)),
     (Family.APPEND, ARCHS, (_APPEND,)),
 )
@@ -252,12 +252,7 @@ def can_dequantize_q(arch: str) -> bool:
 
 
 def has_fp8_mma(arch: str) -> bool:
-    """Tell whether all MLA kernels of ``arch`` multiply e4m3 queries as they are."""
-    return may_have_fp8_mma(arch) and all(kind.has_fp8_mma for kind in _kinds(Family.MLA, arch))
-
-
-def may_have_fp8_mma(arch: str) -> bool:
-    """Tell whether some MLA kernels of ``arch`` multiply e4m3 queries as they are: all, or those for some problems."""
+    """Tell whether the MLA kernels of ``arch`` multiply e4m3 queries as they are."""
     return any(kind.has_fp8_mma for kind in _kinds(Family.MLA, arch))
 
 

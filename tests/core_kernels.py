@@ -52,7 +52,6 @@ KERNELS = {
     "decode_sm_100a_tcgen05_fp16_to_e4m3_d128_full_kv_nvfp4_rows8_pages8": "an NVFP4 cache and an e4m3 output",
     "decode_sm_103a_tcgen05_bf16_d128_full_kv_nvfp4_rows8_pages16": "an NVFP4 cache for sm_103a",
     "decode_sm_100a_bf16_d128_draft_rows32_pages16": "decode of more rows on Blackwell with mma.sync; compiled only",
-    "mla_sm_100a_bf16_d576_512_causal_rows16_pages64": "MLA of 17 to 64 rows on Blackwell with mma.sync; compiled only",
     "mla_sm_100a_tcgen05_bf16_d576_512_causal_rows16_pages64": "MLA of few rows, with S and O in tensor memory",
     "mla_sm_100a_tcgen05_fp16_d576_512_causal_rows16_pages64": "the same in fp16, which pairs do not compile ahead",
     "mla_sm_103a_tcgen05_fp16_d320_256_causal_rows16_topk": "fp16 and top-k indices for sm_103a",

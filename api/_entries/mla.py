@@ -123,7 +123,7 @@ def _dcp_rank(call: MlaCall, batch: int) -> DcpRank | None:
 
 
 def dequantized_query(query: Any) -> Any:
-    """Return e4m3 queries as bfloat16, which holds all of their values, on architectures where not all MLA kernels have
+    """Return e4m3 queries as bfloat16, which holds all of their values, on architectures whose MLA kernels do not have
     fp8 MMA.
 
     All other queries are returned unchanged.
@@ -135,17 +135,6 @@ def dequantized_query(query: Any) -> Any:
         return query
     checks.tma_readable("query", query)
     return query.to(torch.bfloat16)
-
-
-def with_fp8_query(call: MlaCall, given: torch.Tensor) -> MlaCall:
-    """Return the call with the caller's query ``given`` if that is e4m3 and the call's kernel multiplies it as it is.
-
-    On architectures where only some kernels do, the call has the query of :func:`dequantized_query` before.
-    """
-    if call.query is given or not registry.may_have_fp8_mma(arch := support.arch_of(call.query.device)):
-        return call
-    narrow = call._replace(query=given)
-    return narrow if registry.refuse(mla_problem(narrow), arch) is None else call
 
 
 def list_lengths(query: Any, seq_lens: Any, top_k: int) -> tuple[Any, torch.Tensor | None]:

@@ -90,7 +90,7 @@ def as_launched(problem: Any, arch: str) -> Any:
     """Return the problem as an entry launches it: it dequantizes e4m3 queries that its kernels do not take."""
     if problem.family not in (Family.DECODE, Family.MLA) or problem.query.dtype != FP8:
         return problem
-    if problem.family is Family.MLA and (registry.has_fp8_mma(arch) or registry.refuse(problem, arch) is None):
+    if problem.family is Family.MLA and registry.has_fp8_mma(arch):
         return problem
     return replace(problem, query=problem.query.to(BF16))
 

@@ -258,8 +258,10 @@ def most_keys(problem: AttentionProblem) -> int:
 def shipped_mla_configs(
     arch: str = "sm_90a", preferred: Sequence[type[KernelConfig]] = (), kind: type[MlaConfig] = MlaConfig
 ) -> Iterator[MlaConfig]:
-    """Yield the MLA kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves: only
-    batch-invariant ones if the setting asks for them."""
+    """Yield the MLA kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves.
+
+    If the setting asks for batch-invariant kernels, they are the only ones.
+    """
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.TOPK_ROWS, 0)])
     requests = (LATENT_SWAP_AB_ROWS, ROWS, ROWS + 1)  # the last has more rows than Hopper's tiles

@@ -349,9 +349,7 @@ class TestRefusals:
         ("sm_120a", Sm120DecodeConfig, 64, KvType.NVFP4, (64, 16)),
         ("sm_100a", Sm120DecodeConfig, 64, KvType.NVFP4, (64, 16)),
         ("sm_120a", Sm120MlaConfig, (576, 512), KvType.WIDE, (64, 1)),
-        ("sm_100a", Sm120MlaConfig, (576, 512), KvType.WIDE, (64, 2)),
         ("sm_120a", Sm120MlaConfig, (320, 256), KvType.WIDE, (64, 2)),
-        ("sm_100a", Sm120MlaConfig, (320, 256), KvType.WIDE, (64, 4)),
     ],
 )
 def test_warps_have_the_tiles_that_shared_memory_holds(

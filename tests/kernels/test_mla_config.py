@@ -18,7 +18,7 @@ from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_confi
 from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, ROWS
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
-from hopwell.kernels.registry import build, has_fp8_mma, may_have_fp8_mma, resolve, shipped_configs
+from hopwell.kernels.registry import build, has_fp8_mma, resolve, shipped_configs
 from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, Sm100SwapABMlaConfig
@@ -52,13 +52,10 @@ def test_names_are_those_of_no_other_kernel() -> None:
     assert {"mla_sm_90a_bf16_d576_512_causal_pages64", "mla_sm_90a_e4m3_to_bf16_d576_512_causal_topk"} <= set(names)
 
 
-def test_blackwell_has_those_of_sm120_besides_its_own() -> None:
+def test_blackwell_has_none_of_sm120() -> None:
     for arch in ("sm_100a", "sm_103a"):
-        there = [replace(config, arch=arch) for config in shipped_configs("sm_120a", Family.MLA)]
-        shipped = list(shipped_configs(arch, Family.MLA))
-        own = (Sm100MlaConfig, Sm100SwapABMlaConfig)
-        assert [config for config in shipped if not isinstance(config, own)] == there
-        assert {type(config) for config in set(shipped) - set(there)} == {*own}
+        kinds = {type(config) for config in shipped_configs(arch, Family.MLA)}
+        assert kinds == {Sm100MlaConfig, Sm100SwapABMlaConfig}
     assert list(shipped_configs("sm_80", Family.MLA)) == []
 
 
@@ -101,13 +98,7 @@ def test_fp8_queries() -> None:
     assert "output dtype torch.float8_e4m3fn" in refusal(replace(base, out=empty(60, 16, 512, dtype=FP8)))
     assert resolve_mla(replace(base, query=empty(60, 16, 576)), ARCH).kv_type is KvType.E4M3
     assert "query dtype torch.float8_e4m3fn" in refusal(base, "sm_120a")
-    assert [(arch, has_fp8_mma(arch)) for arch in ("sm_90a", "sm_100a", "sm_120a")] == [
-        ("sm_90a", True),
-        ("sm_100a", False),
-        ("sm_120a", False),
-    ]
-    # On Blackwell the kernel of CTA pairs multiplies e4m3.
-    assert [may_have_fp8_mma(arch) for arch in ("sm_90a", "sm_100a", "sm_120a", "sm_80")] == [True, True, False, False]
+    assert [has_fp8_mma(arch) for arch in ("sm_90a", "sm_100a", "sm_120a", "sm_80")] == [True, True, False, False]
     assert not any(config.uses_fp8_mma for config in shipped_configs("sm_120a", Family.MLA))
 
 

@@ -62,9 +62,7 @@ def test_fetches(config: Sm100MlaConfig, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not emulator.report().warnings
 
 
-@pytest.mark.parametrize(
-    ("heads", "q_len"), [(17, 1), (32, 1), (16, 3), (64, 1), (65, 1), (128, 1), (22, 3), (128, 2)]
-)
+@pytest.mark.parametrize(("heads", "q_len"), [(17, 1), (32, 1), (16, 3), (64, 1), (65, 1), (128, 1), (22, 3), (128, 2)])
 def test_rows(heads: int, q_len: int) -> None:
     """None of the second CTA's rows, part of them, all of them, and a tile that begins in the middle of a token's
     heads."""

@@ -28,7 +28,6 @@ from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, Sm100SwapABMlaConfig
 from hopwell.kernels.sm100.mla.kernel import MlaSm100
 from hopwell.kernels.support import BLACKWELL, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
-from hopwell.kernels.warp_mma.decode.config import Sm120MlaConfig
 from hopwell.layouts import FP8_DS_MLA_BYTES, mla_kv_views
 
 pytestmark = pytest.mark.traced
@@ -89,8 +88,8 @@ class TestResolve:
 
     def test_topk_indices(self, arch: str) -> None:
         """Each token has keys of its own, so new tokens do not add to the rows of a tile."""
-        for dims, heads, own in itertools.product(SPARSE_MLA_HEAD_DIMS, (64, 65, 128), (True, False)):
-            if own == (heads == 64):
+        for dims, heads, own in itertools.product(SPARSE_MLA_HEAD_DIMS, (16, 17, 128), (True, False)):
+            if own == (heads == 16):
                 continue
             lists = dict(page_table=None, token_table=torch.zeros(120, 256, dtype=torch.int32))
             found = resolve(problem(dims, heads=heads, q_len=2, **lists), arch)
@@ -99,28 +98,23 @@ class TestResolve:
             assert not own or found in SHIPPED[arch]
 
     def test_rows_are_heads_times_new_tokens(self, arch: str) -> None:
-        for heads, q_len, own in ((64, 1, False), (65, 1, True), (32, 2, False), (16, 5, True), (128, 4, True)):
+        for heads, q_len, own in ((16, 1, False), (17, 1, True), (8, 2, False), (16, 2, True), (128, 4, True)):
             found = resolve(problem(heads=heads, q_len=q_len), arch)
-            assert isinstance(found, Sm100MlaConfig if own else Sm120MlaConfig), (heads, q_len)
+            assert isinstance(found, Sm100MlaConfig) == own, (heads, q_len)
 
-    def test_kernels_of_sm120_serve_up_to_64_rows(self, arch: str) -> None:
-        few = problem(heads=64)
-        with pytest.raises(NotImplementedError, match=f"no MLA decode kernel of CTA pairs for {arch} with 64 packed"):
-            resolve_mla(few, arch, Sm100MlaConfig)
-        assert isinstance(resolve(few, arch), Sm120MlaConfig)
+    def test_pairs_refuse_few_rows(self, arch: str) -> None:
+        with pytest.raises(NotImplementedError, match=f"no MLA decode kernel of CTA pairs for {arch} with 16 packed"):
+            resolve_mla(problem(heads=16), arch, Sm100MlaConfig)
 
     @pytest.mark.parametrize("kinds", OPERANDS, ids=str)
     def test_rows_of_each_kernel(self, kinds: tuple[torch.dtype, torch.dtype], arch: str) -> None:
-        """Up to 16 rows have the tcgen05 kernel of few rows, up to 64 have mma.sync, and more have pairs of CTAs."""
+        """Up to 16 rows have the kernel of few rows, and more have pairs of CTAs."""
         query, cache = kinds
         for rows in range(1, 130):
-            # The entry converts e4m3 queries before mma.sync.
-            dtype = torch.bfloat16 if query == FP8 and 16 < rows <= 64 else query
-            found = resolve(operands(dtype, cache, heads=rows), arch)
-            kind = Sm100SwapABMlaConfig if rows <= 16 else Sm120MlaConfig if rows <= 64 else Sm100MlaConfig
-            assert type(found) is kind, rows
-            assert found.matrix_instruction.startswith("tcgen05") == (kind is not Sm120MlaConfig)
-            assert found.rows == (128 if rows > 64 else 16)
+            found = resolve(operands(query, cache, heads=rows), arch)
+            assert type(found) is (Sm100SwapABMlaConfig if rows <= 16 else Sm100MlaConfig), rows
+            assert found.matrix_instruction.startswith("tcgen05")
+            assert found.rows == (16 if rows <= 16 else 128)
 
     def test_few_rows_are_heads_times_new_tokens(self, arch: str) -> None:
         """Tokens with top-k indices have tiles of their own, so new tokens do not count there."""
@@ -134,7 +128,7 @@ class TestResolve:
             (6, 3, False),
         ):
             found = resolve(problem(heads=heads, q_len=q_len), arch)
-            assert type(found) is (Sm100SwapABMlaConfig if own else Sm120MlaConfig), (heads, q_len)
+            assert type(found) is (Sm100SwapABMlaConfig if own else Sm100MlaConfig), (heads, q_len)
             found = resolve(problem(heads=heads, q_len=q_len, **lists), arch)
             assert (type(found), found.kv_fetch) == (Sm100SwapABMlaConfig, KvFetch.TOPK_ROWS)
         with pytest.raises(
@@ -262,7 +256,9 @@ def test_resources_of_few_rows(config: Sm100SwapABMlaConfig) -> None:
         assert (edges[name].stages, edges[name].full_arrivals) == (1, 1)
 
 
-@pytest.mark.parametrize(("heads", "q_len", "row_tiles"), [(128, 1, 1), (65, 1, 1), (128, 3, 3), (100, 2, 2)])
+@pytest.mark.parametrize(
+    ("heads", "q_len", "row_tiles"), [(128, 1, 1), (65, 1, 1), (17, 1, 1), (128, 3, 3), (100, 2, 2)]
+)
 @pytest.mark.parametrize("sms", [1, 4, 5, 148])
 def test_pairs_and_slots(heads: int, q_len: int, row_tiles: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair is one CTA of the schedule, and a slot has the rows of both of its CTAs. All slots fit the scratch."""

@@ -13,9 +13,9 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.sm100.common.resources import CTAS, Columns, Role, RoleTable
 
 CTA_ROWS = 64  # of the tile, in each CTA
-# Packed rows of a request. The kernel of few rows serves fewer. With up to 64 rows, those of the second CTA are padding,
-# and the step takes as long as with 128 rows: the keys of 64 bf16 rows still arrive at 4.9 TB/s, more than twice the
-# rate of products by mma.sync (``python -m hopwell.perf model``, 2026-11-27).
+# Packed rows of a request. The kernel of few rows serves fewer. With up to 64 rows, the second CTA has padding only. A
+# step then takes as long as with 128 rows, and the keys of 64 bf16 rows still arrive at 4.9 TB/s (``python -m
+# hopwell.perf model``, 2026-11-27).
 LEAST_ROWS = LATENT_SWAP_AB_ROWS + 1
 KEYS = 128  # of a step
 # Columns of the value in one matrix instruction, of which each CTA loads half.
@@ -165,10 +165,12 @@ class Sm100SwapABMlaConfig(MlaConfig):
 
     @classmethod
     def refusal(cls, traits: Traits, arch: str) -> str | None:
+        if (reason := super().refusal(traits, arch)) is not None:
+            return reason
         if traits.rows > cls.most_rows:
             what = f"{traits.rows} packed rows, more than {cls.most_rows}"
             return f"there is no tcgen05 MLA kernel of few rows for {arch} with {what}"
-        return super().refusal(traits, arch)
+        return None
 
     @property
     def columns(self) -> Columns:

@@ -143,11 +143,6 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
         if warp < CORRECTION_WARP:
             self.set_registers(table["softmax"].registers)
-            scale = head_scales.softmax_scale(self.config, addresses, softmax_scale)
-            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
-            softmax = Fp8PackedSoftmax if const_expr(self.config.uses_fp8_mma) else PackedSoftmax
-            state = softmax.of(score.softmax_scale, self.config.polynomial_eighths)
-            scale = head_scales.output_scale(self.config, addresses, output_scale)
             parts = dict(
                 kernel=self,
                 s_ring=rings.s,
@@ -157,18 +152,10 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
                 exchanged=exchanged,
                 work_queue=work_queue,
                 mask=mask,
-                score=score,
-                state=state,
-                output_scale=scale,
                 tensor_memory=tensor_memory,
             )
-            if const_expr(self.config.skip_softmax):
-                skip = SkipRule.create(skip_softmax)
-                SkippingSoftmax(**parts, skip=skip, pending=pending).run(addresses, geometry)
-                is_first = cute.arch.thread_idx()[0] % (HALVES * Q_TILE_ROWS) == 0
-                skip.report(addresses.skipped, is_first)
-            else:
-                Softmax(**parts).run(addresses, geometry)
+            numbers = (softmax_scale, output_scale, soft_cap, skip_softmax)
+            self.run_softmax(parts, pending, addresses, geometry, *numbers)
         elif warp < MMA_WARP:
             self.set_registers(table["correction"].registers)
             Correction(self, rings.factor, rings.o, factors, work_queue, tensor_memory).run(addresses, geometry)
@@ -197,6 +184,23 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         if warp == MMA_WARP:
             tmem.after_signal()
             tmem.free(tensor_memory)
+
+    def run_softmax(
+        self, parts, pending, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax
+    ) -> None:
+        """Run the softmax warpgroups, which have the fields ``parts``."""
+        scale = head_scales.softmax_scale(self.config, addresses, softmax_scale)
+        score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
+        softmax = Fp8PackedSoftmax if self.config.uses_fp8_mma else PackedSoftmax
+        state = softmax.of(score.softmax_scale, self.config.polynomial_eighths)
+        scale = head_scales.output_scale(self.config, addresses, output_scale)
+        parts |= dict(score=score, state=state, output_scale=scale)
+        if not self.config.skip_softmax:
+            Softmax(**parts).run(addresses, geometry)
+            return
+        skip = SkipRule.create(skip_softmax)
+        SkippingSoftmax(**parts, skip=skip, pending=pending).run(addresses, geometry)
+        skip.report(addresses.skipped, cute.arch.thread_idx()[0] % (HALVES * Q_TILE_ROWS) == 0)
 
 
 @dataclass
