@@ -20,7 +20,9 @@ from helpers.covering.configs import covering_blackwell_configs
 
 from hopwell import emulator
 from hopwell.kernels import execute
+from hopwell.kernels.config.base import KvFetch
 from hopwell.kernels.config.prefill import PrefillConfig
+from hopwell.kernels.jit.toolchain import artifact
 from hopwell.kernels.launch import geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable
 from hopwell.kernels.registry import shipped_configs
@@ -55,6 +57,22 @@ def test_prefill(config: PrefillConfig, page_size: int | None, is_adverse: bool)
     seed = CONFIGS.index(config)
     schedule = ADVERSE[seed % len(ADVERSE)] if is_adverse else "eager"
     check(config, page_size, heads=2, kv_heads=1, schedule=schedule, seed=seed)
+
+
+ULTRA = [
+    Sm100PrefillConfig("sm_103a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 16),
+    Sm100PrefillConfig("sm_103a", "bf16", "bf16", 192, 128, MaskKind.SLIDING_WINDOW, KvFetch.PAGE_BOXES, 16),
+    Sm100PrefillConfig("sm_103a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0, skip_softmax=True),
+]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("config", ULTRA, ids=lambda config: config.name)
+def test_maximum_comes_with_the_load(config: Sm100PrefillConfig) -> None:
+    """On sm_103a, the load of unmasked scores returns their maximum."""
+    assert artifact(config).ptx.read_text().count("tcgen05.ld.red") == 2
+    for schedule in ("eager", "random"):
+        check(config, config.box_rows or None, heads=2, kv_heads=1, schedule=schedule, seed=3)
 
 
 # Around tiles of 64 and 128 rows and of 128 keys; requests without queries or keys, and rows without keys.
@@ -100,6 +118,13 @@ def as_problem(data: Batch, **changes: Any) -> AttentionProblem:
     if isinstance(data, Fp8Batch):
         return data.in_fp8(16, CAUSAL, torch.bfloat16, **changes)
     return data.problem(16, **changes)
+
+
+@pytest.mark.emulator
+def test_maximum_comes_with_the_load_in_e4m3() -> None:
+    data = Fp8Batch([200, 3], [400, 130], heads=2, kv_heads=1, device="cpu")
+    with emulator.use("sm_103a", race=True, proxy=True, strict=True, schedule="random", seed=3):
+        data.expected().check(execute(as_problem(data)))
 
 
 @pytest.mark.emulator

@@ -3,6 +3,7 @@
 An address has the lane in its upper and the column in its lower 16 bits.
 """
 
+import functools
 from collections.abc import Iterator
 
 import cutlass.cute as cute
@@ -61,6 +62,16 @@ def load(address, row: LaneRow) -> None:
         row.set(0, c, value)
 
 
+def load_row_with_maximum(address, columns: int):
+    """Load ``columns`` columns of a lane's row, and return them with the largest value. NaN is ignored. sm_103a alone
+    has the instruction."""
+    row = LaneRow(cute.make_rmem_tensor(columns, Float32), columns)
+    values = _load(address, columns, with_maximum=True)
+    for c in range(columns):
+        row.set(0, c, values[c])
+    return row, functools.reduce(cute.arch.fmax, values[columns:])
+
+
 def _loads(columns: int) -> Iterator[tuple[int, int]]:
     """Yield the first column and the number of columns of each load: powers of two."""
     first = 0
@@ -71,16 +82,19 @@ def _loads(columns: int) -> Iterator[tuple[int, int]]:
 
 
 @dsl_user_op
-def _load(address, columns: int, *, loc=None, ip=None):
+def _load(address, columns: int, with_maximum: bool = False, *, loc=None, ip=None):
+    """Return the values of the columns, and with ``with_maximum`` then the largest value of each load."""
     # One asm block holds the loads and the wait for them. Otherwise the compiler could use the values before they
     # arrive.
-    text = ""
-    for first, count in _loads(columns):
-        outputs = ", ".join(f"{{$w{first + c}}}" for c in range(count))
-        text += f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
+    text, loads = "", [*_loads(columns)]
+    for i, (first, count) in enumerate(loads):
+        outputs = "{" + ", ".join(f"{{$w{first + c}}}" for c in range(count)) + "}"
+        form, kind = ("ld.red", "max.f32") if with_maximum else ("ld", "b32")
+        outputs += f", {{$w{columns + i}}}" if with_maximum else ""
+        text += f"tcgen05.{form}.sync.aligned.32x32b.x{count}.{kind} {outputs}, [{{$r0}} + {first}]; "
     return cute.arch.inline_ptx(
         text + "tcgen05.wait::ld.sync.aligned;",
-        write_only_types=[Float32] * columns,
+        write_only_types=[Float32] * (columns + len(loads) * with_maximum),
         read_only_args=[address],
         loc=loc,
         ip=ip,

@@ -134,6 +134,12 @@ class Sm100PrefillConfig(PrefillConfig):
         evaluates 32."""
         return 0 if self.target == "sm_103a" else 2
 
+    @property
+    def loads_maximum(self) -> bool:
+        """Whether the load of unmasked scores also returns the largest one, which sm_103a can. Capped scores and scores
+        with slopes differ from the loaded ones."""
+        return self.target == "sm_103a" and self.score is ScoreKind.SCALED
+
     def constraints(self) -> Iterator[tuple[bool, str]]:
         yield from super().constraints()
         yield self.columns.constraint

@@ -207,11 +207,15 @@ class Softmax:
         done, keys = steps.last - n, self.kernel.config.half_keys
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
-        scores, first_key = tmem.load_row(steps.scores, keys), n * self.kernel.tile.n + steps.half * keys
-        self.score.apply(scores, row.slope, first_key, row.positions)
-        if const_expr(masked):
-            self.mask.apply(scores, first_key, row)
-        turn, maximum = steps.kv_step + self.ending_turns * steps.work + done, self.state.maximum(scores, 0)
+        if const_expr(self.kernel.config.loads_maximum and not masked):
+            scores, maximum = tmem.load_row_with_maximum(steps.scores, keys)
+        else:
+            scores, first_key = tmem.load_row(steps.scores, keys), n * self.kernel.tile.n + steps.half * keys
+            self.score.apply(scores, row.slope, first_key, row.positions)
+            if const_expr(masked):
+                self.mask.apply(scores, first_key, row)
+            maximum = self.state.maximum(scores, 0)
+        turn = steps.kv_step + self.ending_turns * steps.work + done
         self.weigh(steps, scores, row, self.row_maximum(turn, steps.half, maximum), done)
 
     @cute.jit
