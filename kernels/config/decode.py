@@ -85,14 +85,17 @@ def _with_larger_combine(tile: Tile) -> Tile:
 
 
 # Over 8-bit caches eight warps have keys of their own. The combine warpgroup gets the registers that they leave. It
-# needs a few more for widths that are not powers of two and for scales of each KV head.
+# needs a few more for widths that are not powers of two.
 _EIGHT_BIT_TILE = Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192)
 _WIDE_EIGHT_BIT_TILE = replace(_EIGHT_BIT_TILE, kv_stages=2)
+# Loaders and combine need a few registers more for 256 columns, and for scales of each KV head. Otherwise they spill up
+# to 30 (by machine code of drafts over e4m3, 2026-11-27).
+_MORE_BESIDE_ATTEND: dict[str, Any] = dict(producer_registers=48, consumer_registers=184, combine_registers=96)
 _EIGHT_BIT_TILES = {
     112: _with_larger_combine(_EIGHT_BIT_TILE),
     128: _EIGHT_BIT_TILE,
     240: _with_larger_combine(_WIDE_EIGHT_BIT_TILE),
-    256: _WIDE_EIGHT_BIT_TILE,
+    256: replace(_WIDE_EIGHT_BIT_TILE, **_MORE_BESIDE_ATTEND),
 }
 # Warps dequantize K and V in registers if each key is dequantized by few warps and registers are left. Every warp that
 # has rows dequantizes a key: with more than 32 rows, three or four warps do. Beyond 256 columns, O and Q take too many
@@ -107,7 +110,7 @@ _DEQUANTIZED_TILES[512] = replace(_DEQUANTIZED_TILES[512], consumer_registers=19
 # Loaders that also copy scales take more registers.
 _NVFP4_TILES = {
     columns: replace(tile, producer_registers=56, consumer_registers=tile.consumer_registers - 8)
-    for columns, tile in ({64: _EIGHT_BIT_TILE} | _EIGHT_BIT_TILES).items()
+    for columns, tile in ({64: _EIGHT_BIT_TILE} | _EIGHT_BIT_TILES | {256: _WIDE_EIGHT_BIT_TILE}).items()
 }
 
 
@@ -268,9 +271,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
         tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, eight_bit_tiles)
         tile = tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
         if self.dequantizes_in_registers and (self.k_head_scales or self.v_head_scales):
-            # Loaders and combine need a few registers more (by machine code of drafts over e4m3, 2026-11-26).
-            more: dict[str, Any] = dict(producer_registers=48, consumer_registers=184, combine_registers=96)
-            tile = _with_larger_combine(tile) if self.copies_scales else replace(tile, **more)
+            tile = _with_larger_combine(tile) if self.copies_scales else replace(tile, **_MORE_BESIDE_ATTEND)
         return replace(tile, m=self.rows)
 
     @property
