@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, const_expr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 from hopwell.kernels.hardware import LANES
@@ -47,6 +46,7 @@ from hopwell.kernels.parts.core.device import (
     store_release,
 )
 from hopwell.kernels.parts.core.fragment import RowFragment
+from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.parts.rows.softmax import combined, largest_of_lane
 
@@ -333,25 +333,19 @@ def largest_size(output, r: int):
     return _magnitude(largest_of_lane(output, r, True))
 
 
-@dsl_user_op
-def _magnitude(value, *, loc=None, ip=None):
-    return cute.arch.inline_ptx(
-        "abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value], loc=loc, ip=ip
-    )
+def _magnitude(value):
+    return ptx("abs.f32 {$w0}, {$r0};", value, results=[Float32])
 
 
-@dsl_user_op
-def partial_scale(largest, *, loc=None, ip=None):
+def partial_scale(largest):
     """Return the power of two that scales ``largest`` of a half row to [2^14, 2^15), and its inverse.
 
     For infinity it returns 1.
     """
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b32 e; .reg .pred p; mov.b32 e, {$r0}; and.b32 e, e, 0x7f800000; setp.eq.b32 p, e, 0x7f800000; "
         f"selp.b32 e, {141 << 23}, e, p; max.u32 e, e, {15 << 23}; "
         f"sub.u32 e, {(14 + 254) << 23}, e; mov.b32 {{$w0}}, e; sub.u32 e, {254 << 23}, e; mov.b32 {{$w1}}, e; }}",
-        write_only_types=[Float32, Float32],
-        read_only_args=[largest],
-        loc=loc,
-        ip=ip,
+        largest,
+        results=[Float32, Float32],
     )

@@ -13,6 +13,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts.core.device import shared_address
+from hopwell.kernels.parts.core.ptx import ptx
 
 VECTOR_BYTES = 16  # bytes per access of a lane to shared memory, registers and global memory
 SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its vectors are permuted by the row number mod 8
@@ -78,8 +79,7 @@ def tma_descriptor(atom, *, loc=None, ip=None):
     return cute_nvgpu.get_tma_desc_addr(pointer, executable, loc=loc, ip=ip)
 
 
-@dsl_user_op
-def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=None, ip=None) -> None:
+def tma_load(descriptor, destination, barrier, coordinates, policy=None) -> None:
     """Load one TMA box into shared memory, with completion on ``barrier`` by bytes. Issued by every active lane.
 
     ``policy`` is the L2 policy: EVICT_NORMAL, or EVICT_FIRST for data that leaves the cache first. None means
@@ -87,74 +87,51 @@ def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=
     """
     operands = ", ".join(f"{{$r{3 + i}}}" for i in range(len(coordinates)))
     hint, value = (".L2::cache_hint", f", {{$r{3 + len(coordinates)}}}") if policy is not None else ("", "")
-    cute.arch.inline_ptx(
+    ptx(
         f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{hint} "
         f"[{{$r0}}], [{{$r1}}, {{{operands}}}], [{{$r2}}]{value};",
-        read_only_args=[
-            Int32(destination),
-            descriptor.toint(loc=loc, ip=ip),
-            shared_address(barrier),
-            *(Int32(c) for c in coordinates),
-            *([Int64(policy) << 32] if policy is not None else []),
-        ],
-        loc=loc,
-        ip=ip,
+        Int32(destination),
+        descriptor.toint(),
+        shared_address(barrier),
+        *(Int32(c) for c in coordinates),
+        *([Int64(policy) << 32] if policy is not None else []),
     )
 
 
-@dsl_user_op
-def async_copy_or_zero(destination, source, wanted, size=VECTOR_BYTES, *, loc=None, ip=None) -> None:
+def async_copy_or_zero(destination, source, wanted, size=VECTOR_BYTES) -> None:
     """Issue a cp.async that writes 16 bytes to shared memory: ``size`` bytes from global memory, or none of them if not
     ``wanted``, and zeros behind them."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[destination, source, wanted.to(Int32) * size],
-        loc=loc,
-        ip=ip,
-    )
+    ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", destination, source, wanted.to(Int32) * size)
 
 
-@dsl_user_op
-def async_word_or_zero(destination, source, wanted, size=4, *, loc=None, ip=None) -> None:
+def async_word_or_zero(destination, source, wanted, size=4) -> None:
     """Issue a cp.async that writes 4 bytes to shared memory: ``size`` bytes from global memory, or none of them if not
     ``wanted``, and zeros behind them."""
-    cute.arch.inline_ptx(
+    ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
-        read_only_args=[destination, source, size if wanted is True else wanted.to(Int32) * size],
-        loc=loc,
-        ip=ip,
+        destination,
+        source,
+        size if wanted is True else wanted.to(Int32) * size,
     )
 
 
-@dsl_user_op
-def store_shared_zero(address, *, loc=None, ip=None) -> None:
+def store_shared_zero(address) -> None:
     """Store 16 zero bytes to shared memory."""
-    cute.arch.inline_ptx(
-        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, Int32(0)], loc=loc, ip=ip
-    )
+    ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", address, Int32(0))
 
 
-@dsl_user_op
-def store_matrix_x4(address, words, *, loc=None, ip=None) -> None:
+def store_matrix_x4(address, words) -> None:
     """Store four 8x8 matrices of 16-bit elements (stmatrix). Lane l gives the address of row l % 8 of matrix l // 8."""
-    cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[address, *words],
-        loc=loc,
-        ip=ip,
-    )
+    ptx("stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", address, *words)
 
 
-@dsl_user_op
-def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> list:
+def load_matrix_x4(address, transposes: bool = False) -> list:
     """Load four 8x8 matrices of 16-bit elements (ldmatrix). Lane l gives the address of row l % 8 of matrix l // 8."""
     kind = "trans.shared" if transposes else "shared"
-    return cute.arch.inline_ptx(
+    return ptx(
         f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
+        address,
+        results=[Uint32] * 4,
     )
 
 
@@ -173,93 +150,55 @@ def permuted(row, vector, size: int = SWIZZLE_ROW_BYTES):
     return vector ^ (swizzle_row & (size // VECTOR_BYTES - 1))
 
 
-@dsl_user_op
-def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
+def load_shared(address, count: int, dtype=Uint32):
     """Load one, two or four words from shared memory, as a list."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))
     vector, operands = (f".v{count}", f"{{{operands}}}") if count > 1 else ("", operands)
-    words = cute.arch.inline_ptx(
-        f"ld.shared{vector}.b32 {operands}, [{{$r0}}];",
-        write_only_types=[dtype] * count,
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+    words = ptx(f"ld.shared{vector}.b32 {operands}, [{{$r0}}];", address, results=[dtype] * count)
     return words if count > 1 else [words]
 
 
-@dsl_user_op
-def load_bytes(address, count: int, *, loc=None, ip=None):
+def load_bytes(address, count: int):
     """Load one, two or four bytes from shared memory into the low bytes of a word."""
-    return cute.arch.inline_ptx(
-        f"ld.shared.u{8 * count} {{$w0}}, [{{$r0}}];",
-        write_only_types=[Uint32],
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx(f"ld.shared.u{8 * count} {{$w0}}, [{{$r0}}];", address, results=[Uint32])
 
 
-@dsl_user_op
-def store_shared(address, words, *, loc=None, ip=None) -> None:
+def store_shared(address, words) -> None:
     """Store one, two or four words to shared memory."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     vector, operands = (f".v{len(words)}", f"{{{operands}}}") if len(words) > 1 else ("", operands)
-    cute.arch.inline_ptx(
-        f"st.shared{vector}.b32 [{{$r0}}], {operands};", read_only_args=[address, *words], loc=loc, ip=ip
-    )
+    ptx(f"st.shared{vector}.b32 [{{$r0}}], {operands};", address, *words)
 
 
-@dsl_user_op
-def store_global(address, words, *, loc=None, ip=None) -> None:
+def store_global(address, words) -> None:
     """Store two or four words to global memory."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
-    cute.arch.inline_ptx(
-        f"st.global.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
-    )
+    ptx(f"st.global.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", address, *words)
 
 
-@dsl_user_op
-def store_element(kind, address, word, *, loc=None, ip=None) -> None:
+def store_element(kind, address, word) -> None:
     """Store one element of ``kind``, b16 or b32."""
-    cute.arch.inline_ptx(f"st.global.{kind} [{{$r0}}], {{$r1}};", read_only_args=[address, word], loc=loc, ip=ip)
+    ptx(f"st.global.{kind} [{{$r0}}], {{$r1}};", address, word)
 
 
-@dsl_user_op
-def pack_x2(dtype, low, high, *, loc=None, ip=None):
+def pack_x2(dtype, low, high):
     """Round two float32 values to nearest even and pack them into 32 bits."""
     name = {BFloat16: "bf16x2", Float16: "f16x2"}[dtype]
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx(f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", low, high, results=[Uint32])
 
 
-@dsl_user_op
-def pack_e4m3_x2(low, high, *, loc=None, ip=None):
+def pack_e4m3_x2(low, high):
     """Round two float32 values to e4m3 (nearest even, saturating at the largest finite value), packed into 16 bits."""
-    return cute.arch.inline_ptx(
-        "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};",
-        write_only_types=[Uint16],
-        read_only_args=[low, high],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};", low, high, results=[Uint16])
 
 
-@dsl_user_op
-def pack_e4m3_x4(values, *, loc=None, ip=None):
+def pack_e4m3_x4(values):
     """Round four float32 values to e4m3 (nearest even, saturating at the largest finite value), packed into 32 bits."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
-        write_only_types=[Uint32],
-        read_only_args=list(values),
-        loc=loc,
-        ip=ip,
+        *values,
+        results=[Uint32],
     )
 
 
@@ -292,39 +231,26 @@ def transpose_quad(words) -> list:
     return [*first, *[kept[i] if upper else came[i] for i in range(2)]]
 
 
-@dsl_user_op
-def unpack_f16_x2(word, *, loc=None, ip=None):
+def unpack_f16_x2(word):
     """Return (low, high) of a word of two float16 as float32."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
-        write_only_types=[Float32, Float32],
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
+        word,
+        results=[Float32, Float32],
     )
 
 
-@dsl_user_op
-def unpack_bf16_x2(word, *, loc=None, ip=None):
+def unpack_bf16_x2(word):
     """Return (low, high) of a word of two bfloat16 as float32."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b32 half; shl.b32 half, {$r0}, 16; mov.b32 {$w0}, half; "
         "and.b32 half, {$r0}, 0xffff0000; mov.b32 {$w1}, half; }",
-        write_only_types=[Float32, Float32],
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
+        word,
+        results=[Float32, Float32],
     )
 
 
-@dsl_user_op
-def load_global(address, count: int, dtype=Float32, *, loc=None, ip=None):
+def load_global(address, count: int, dtype=Float32):
     """Load two or four words that another SM may have written. The load bypasses L1, which is not coherent."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))
-    return cute.arch.inline_ptx(
-        f"ld.global.cg.v{count}.b32 {{{operands}}}, [{{$r0}}];",
-        write_only_types=[dtype] * count,
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx(f"ld.global.cg.v{count}.b32 {{{operands}}}, [{{$r0}}];", address, results=[dtype] * count)

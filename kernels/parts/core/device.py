@@ -13,6 +13,7 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import WARPS
+from hopwell.kernels.parts.core.ptx import ptx
 
 _T = TypeVar("_T")
 
@@ -91,89 +92,60 @@ def barrier_of_branches(barrier_id: int, threads: int, *, loc=None, ip=None) -> 
     nvvm.barrier_cta_sync(number, thread_count=count, aligned=False, loc=loc, ip=ip)
 
 
-@dsl_user_op
-def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
+def barrier_all(condition, barrier_id, threads):
     """Wait at a named barrier of ``threads`` threads, and return whether ``condition`` held in all of them."""
-    held = cute.arch.inline_ptx(
+    held = ptx(
         "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, {$r2}, p; "
         "selp.b32 {$w0}, 1, 0, q; }",
-        write_only_types=[Int32],
-        read_only_args=[condition.to(Int32), Int32(barrier_id), Int32(threads)],
-        loc=loc,
-        ip=ip,
+        condition.to(Int32),
+        Int32(barrier_id),
+        Int32(threads),
+        results=[Int32],
     )
     return held != 0
 
 
-@dsl_user_op
-def tied(value, other, *, loc=None, ip=None):
+def tied(value, other):
     """Return ``value`` with an artificial dependence on ``other``.
 
     If an address depends on the step of a loop, the compiler does not keep loaded values in registers between steps.
     """
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 unused; mov.b32 unused, {$r1}; mov.b32 {$w0}, {$r0}; }",
-        write_only_types=[Int32],
-        read_only_args=[value, other],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("{ .reg .b32 unused; mov.b32 unused, {$r1}; mov.b32 {$w0}, {$r0}; }", value, other, results=[Int32])
 
 
-@dsl_user_op
-def prmt(first, second, select: int, *, loc=None, ip=None):
+def prmt(first, second, select: int):
     """Return four of the eight bytes of two words, selected by the hex digits of ``select`` from the lowest on."""
-    return cute.arch.inline_ptx(
-        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {select:#06x};",
-        write_only_types=[Uint32],
-        read_only_args=[first, second],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {select:#06x};", first, second, results=[Uint32])
 
 
-@dsl_user_op
-def selected(first, second, select, *, loc=None, ip=None):
+def selected(first, second, select):
     """Return four of the eight bytes of two words, as :func:`prmt` does, with a selector in a register."""
-    return cute.arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Uint32],
-        read_only_args=[first, second, select],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", first, second, select, results=[Uint32])
 
 
-@dsl_user_op
-def fma(a, b, c, *, loc=None, ip=None):
+def fma(a, b, c):
     """Return a b + c rounded once.
 
     For ``a * b + c * d`` the compiler may round either product, and it decides anew wherever code is inlined. An
     explicit fma leaves it no choice.
     """
-    return cute.arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Float32],
-        read_only_args=[a, b, c],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", a, b, c, results=[Float32])
 
 
-@dsl_user_op
-def one_when_known(a, b, c, d, *, loc=None, ip=None):
+def one_when_known(a, b, c, d):
     """Return the Int32 1, with a dependence on four floats.
 
     No number exceeds infinity, so the result is always 1. The compiler does not see that, so it keeps code that uses
     the 1 after the code that computes the floats.
     """
-    return cute.arch.inline_ptx(
+    return ptx(
         "{\n.reg .pred p;\n.reg .f32 x, y;\nmax.f32 x, {$r0}, {$r1};\nmax.f32 y, {$r2}, {$r3};\nmax.f32 x, x, y;\n"
         "setp.gt.f32 p, x, 0f7F800000;\nselp.s32 {$w0}, 0, 1, p;\n}",
-        write_only_types=[Int32],
-        read_only_args=[a, b, c, d],
-        loc=loc,
-        ip=ip,
+        a,
+        b,
+        c,
+        d,
+        results=[Int32],
     )
 
 
@@ -187,21 +159,13 @@ def load_acquire(address):
     return _load_ordered("acquire", address)
 
 
-@dsl_user_op
-def _load_ordered(order: str, address, *, loc=None, ip=None):
-    return cute.arch.inline_ptx(
-        f"ld.{order}.gpu.global.b32 {{$w0}}, [{{$r0}}];",
-        write_only_types=[Int32],
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+def _load_ordered(order: str, address):
+    return ptx(f"ld.{order}.gpu.global.b32 {{$w0}}, [{{$r0}}];", address, results=[Int32])
 
 
-@dsl_user_op
-def store_release(address, value, *, loc=None, ip=None) -> None:
+def store_release(address, value) -> None:
     """Store an Int32 to global memory. A thread that acquires it sees all earlier writes."""
-    cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[address, value], loc=loc, ip=ip)
+    ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", address, value)
 
 
 @cute.jit

@@ -14,7 +14,8 @@ in memory are therefore read 16 bytes at a time, which is several fragments.
 
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Uint32
-from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.parts.core.ptx import ptx
 
 MMA_COLUMNS, MMA_DEPTH = 8, 16  # of an mma.sync product
 QUAD = 4  # lanes with the same g
@@ -26,18 +27,17 @@ def place_in_warp() -> tuple:
     return lane // QUAD, lane % QUAD
 
 
-@dsl_user_op
-def multiply(d, a, b, dtype=Float16, *, loc=None, ip=None) -> tuple:
+def multiply(d, a, b, dtype=Float16) -> tuple:
     """Return d + a b. They have 4, 4 and 2 registers, and a and b have elements of ``dtype``."""
     kind = "f16" if dtype is Float16 else "bf16"
-    return cute.arch.inline_ptx(
+    return ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, "
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *d],
-        loc=loc,
-        ip=ip,
+        *a,
+        *b,
+        *d,
+        results=[Float32] * 4,
     )
 
 
@@ -51,8 +51,7 @@ def accumulate(registers, fragment: int, a, b, dtype=Float16) -> None:
 UNIT_SCALES = 0x7F7F7F7F  # four ue8m0 values of 1
 
 
-@dsl_user_op
-def multiply_e4m3(d, a, b, block_scaled: bool = False, *, loc=None, ip=None) -> tuple:
+def multiply_e4m3(d, a, b, block_scaled: bool = False) -> tuple:
     """Return d + a b. They have 4, 4 and 2 registers, and a and b have e4m3 elements.
 
     With ``block_scaled`` it uses the block-scaled instruction, with scales of 1.
@@ -62,23 +61,16 @@ def multiply_e4m3(d, a, b, block_scaled: bool = False, *, loc=None, ip=None) -> 
         begin += f".reg .b32 unit; mov.b32 unit, {UNIT_SCALES:#x}; "  # the instruction takes no immediate here
         form, types = "kind::mxf8f6f4.block_scale.scale_vec::1X.", types + ".ue8m0"
         end = ", unit, {0, 0}, unit, {0, 0}; }"
-    return cute.arch.inline_ptx(
+    return ptx(
         f"{begin}mma.sync.aligned.m16n8k32.row.col.{form}{types} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}}" + end,
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *d],
-        loc=loc,
-        ip=ip,
+        *a,
+        *b,
+        *d,
+        results=[Float32] * 4,
     )
 
 
-@dsl_user_op
-def transposed(word, *, loc=None, ip=None):
+def transposed(word):
     """Transpose an 8 x 8 matrix of 16-bit elements. This lane holds elements 2 t and 2 t + 1 of row g."""
-    return cute.arch.inline_ptx(
-        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
-        write_only_types=[Uint32],
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", word, results=[Uint32])

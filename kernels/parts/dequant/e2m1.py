@@ -8,9 +8,9 @@ architecture.
 import itertools
 from typing import Any
 
-import cutlass.cute as cute
 from cutlass import Float16, Uint32
-from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.parts.core.ptx import ptx
 
 # Bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, from the lowest on. float16 needs only the upper bytes, because its lower
 # bytes are 0; bfloat16 needs both.
@@ -23,14 +23,12 @@ ADDRESS_BITS = 30  # more than a shared-memory address has
 BY_HALVES_EXPONENT = -14  # of the factor in the results of :func:`by_halves`
 
 
-def _four_words(lines: list[str], *values: Any, **place: Any) -> list:
+def _four_words(lines: list[str], *values: Any) -> list:
     """Return the four words that these lines of PTX compute from the values."""
-    text = "{ " + " ".join(lines) + " }"
-    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=list(values), **place)
+    return ptx("{ " + " ".join(lines) + " }", *values, results=[Uint32] * 4)
 
 
-@dsl_user_op
-def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = None, table=None, *, loc=None, ip=None):
+def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = None, table=None):
     """Return eight codes times ``factor`` as four words of two numbers.
 
     ``factor`` is a pair of numbers of ``dtype``, or a pair of which only ``half`` is used. A word has neighbouring
@@ -62,7 +60,7 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = N
         if pairs_halves:
             lines.append(f"prmt.b32 pair, p{i // 2}, p{2 + i // 2}, {'0x7632' if i % 2 else '0x5410'};")
         lines.append(f"mul.rn.{kind} {{$w{i}}}, {'pair' if pairs_halves else f'p{i}'}, factor;")
-    return _four_words(lines, word, factor, *(table or ()), loc=loc, ip=ip)
+    return _four_words(lines, word, factor, *(table or ()))
 
 
 def _factor(name: str, half: int | None) -> str:
@@ -87,8 +85,7 @@ def table_words(dtype, address) -> tuple:
     return tuple((address.to(Uint32) >> ADDRESS_BITS) | Uint32(word) for word in first)
 
 
-@dsl_user_op
-def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> list:
+def by_halves(word, factor, half: int | None = None) -> list:
     """Return the codes of ``word`` times 2^-14 times ``factor``, as four words of two float16.
 
     A word has the two codes with the same position in the lower and in the upper half of ``word``. ``factor`` is a
@@ -110,7 +107,7 @@ def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> li
         lines.append(f"shl.b32 code, {source}, 8; and.b32 code, code, {UPPER_BYTES:#x};" if shifted else "")
         lines.append("" if shifted else f"and.b32 code, {source}, {UPPER_BYTES:#x};")
         lines.append(f"mul.rn.f16x2 {{$w{i}}}, code, pair;")
-    return _four_words([*filter(None, lines)], word, factor, loc=loc, ip=ip)
+    return _four_words([*filter(None, lines)], word, factor)
 
 
 def _select(target: str, first: str, second: str, mask: int) -> str:
@@ -118,21 +115,19 @@ def _select(target: str, first: str, second: str, mask: int) -> str:
     return f"lop3.b32 {target}, {first}, {second}, {mask:#x}, 0xE4;"
 
 
-@dsl_user_op
-def scales_of_two(first, second, place, *, loc=None, ip=None):
+def scales_of_two(first, second, place):
     """Return the e4m3 in byte ``place`` of each of two words as a pair of float16."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b32 select, both; .reg .b16 low, high; mad.lo.u32 select, {$r2}, 0x11, 0x40; "
         "prmt.b32 both, {$r0}, {$r1}, select; mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 {$w0}, low; }",
-        write_only_types=[Uint32],
-        read_only_args=[first, second, place],
-        loc=loc,
-        ip=ip,
+        first,
+        second,
+        place,
+        results=[Uint32],
     )
 
 
-@dsl_user_op
-def dequantized_half(word, half: int, dtype, *, loc=None, ip=None):
+def dequantized_half(word, half: int, dtype):
     """Return the two e4m3 in one half of a word as numbers of ``dtype``."""
     to_bfloat16 = (
         "mov.b32 {low, high}, both; cvt.f32.f16 value, low; cvt.f32.f16 other, high; "
@@ -140,11 +135,9 @@ def dequantized_half(word, half: int, dtype, *, loc=None, ip=None):
         if dtype is not Float16
         else "mov.b32 {$w0}, both; }"
     )
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b32 both; .reg .b16 low, high; .reg .f32 value, other; mov.b32 {low, high}, {$r0}; "
         f"cvt.rn.f16x2.e4m3x2 both, {('low', 'high')[half]}; " + to_bfloat16,
-        write_only_types=[Uint32],
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
+        word,
+        results=[Uint32],
     )

@@ -4,13 +4,12 @@
 see :func:`exponent`.
 """
 
-import cutlass.cute as cute
 from cutlass import BFloat16, Uint32, const_expr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import prmt
+from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.load.block_scales import HALVES
 
@@ -78,54 +77,39 @@ def by_columns(kind: KvType, word, factor=None):
     return of_two_keys(kind, word, factor) if kind is KvType.NVFP4 else dequantized(kind, word)
 
 
-@dsl_user_op
-def interleaved(first, second, *, loc=None, ip=None) -> tuple:
+def interleaved(first, second) -> tuple:
     """Return the interleaved bytes of two words: bytes 0 and 1 of each, and bytes 2 and 3 of each."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5140; prmt.b32 {$w1}, {$r0}, {$r1}, 0x7362;",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[first, second],
-        loc=loc,
-        ip=ip,
+        first,
+        second,
+        results=[Uint32] * 2,
     )
 
 
-@dsl_user_op
-def adjacent(word, *, loc=None, ip=None):
+def adjacent(word):
     """Return bytes 0 and 2 of a word, then 1 and 3."""
-    return cute.arch.inline_ptx(
-        "prmt.b32 {$w0}, {$r0}, {$r0}, 0x3120;",
-        write_only_types=[Uint32],
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("prmt.b32 {$w0}, {$r0}, {$r0}, 0x3120;", word, results=[Uint32])
 
 
-@dsl_user_op
-def _from_e4m3(word, *, loc=None, ip=None) -> tuple:
-    return cute.arch.inline_ptx(
+def _from_e4m3(word) -> tuple:
+    return ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
         "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
+        word,
+        results=[Uint32] * 2,
     )
 
 
-@dsl_user_op
-def _from_int8(word, *, loc=None, ip=None) -> tuple:
+def _from_int8(word) -> tuple:
     """Convert four int8 to float16.
 
     A byte with flipped sign, in the lowest bits of 1024 as a float16, is 1024 + 128 + the number.
     """
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b32 flipped, low, high, zero; xor.b32 flipped, {$r0}, 0x80808080; mov.b32 zero, 0x64806480; "
         "prmt.b32 low, flipped, 0x64646464, 0x4140; prmt.b32 high, flipped, 0x64646464, 0x4342; "
         "sub.rn.f16x2 {$w0}, low, zero; sub.rn.f16x2 {$w1}, high, zero; }",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
+        word,
+        results=[Uint32] * 2,
     )

@@ -5,62 +5,48 @@ One source serves every architecture.
 Blackwell has an instruction that rounds to e2m1. Hopper does not have it, so codes are computed here.
 """
 
-import cutlass.cute as cute
 from cutlass import Float32, Uint32
-from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import pack_e4m3_x2
+from hopwell.kernels.parts.core.ptx import ptx
 
 E2M1_MAX = 6.0
 CODES_IN_WORD = 8
 
 
-@dsl_user_op
-def divided(numerator, denominator, *, loc=None, ip=None):
+def divided(numerator, denominator):
     """Return a quotient rounded once. A product with the reciprocal would round twice and give other codes."""
-    return cute.arch.inline_ptx(
-        "div.rn.f32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Float32],
-        read_only_args=[numerator, denominator],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", numerator, denominator, results=[Float32])
 
 
-@dsl_user_op
-def larger_magnitude(magnitude, value, *, loc=None, ip=None):
+def larger_magnitude(magnitude, value):
     """Return the larger of ``magnitude`` and the magnitude of ``value``, or NaN if either is NaN."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .f32 other; abs.f32 other, {$r1}; max.NaN.f32 {$w0}, {$r0}, other; }",
-        write_only_types=[Float32],
-        read_only_args=[magnitude, value],
-        loc=loc,
-        ip=ip,
+        magnitude,
+        value,
+        results=[Float32],
     )
 
 
-@dsl_user_op
-def first_e4m3(pair, *, loc=None, ip=None):
+def first_e4m3(pair):
     """Return the lower of two packed e4m3 as float32."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 both, {$r0}; mov.b32 {low, high}, both; "
         "cvt.f32.f16 {$w0}, low; }",
-        write_only_types=[Float32],
-        read_only_args=[pair],
-        loc=loc,
-        ip=ip,
+        pair,
+        results=[Float32],
     )
 
 
-@dsl_user_op
-def e2m1_code(value, *, loc=None, ip=None):
+def e2m1_code(value):
     """Return the e2m1 code nearest to ``value`` in a word, with ties to the even code; larger values become +-6.
 
     Steps between codes are 1/2 below 2, 1 below 4, and 2 from there on. Adding 1.5 * 2^23 steps leaves the number of
     steps in the lowest bits, rounded to nearest even. The code is even exactly if the number of steps is even.
     """
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .f32 size, large; .reg .b32 code, none, sign; .reg .pred below2, below4; "
         "abs.f32 size, {$r0}; min.f32 size, size, 0f40C00000; "
         "setp.lt.f32 below2, size, 0f40000000; setp.lt.f32 below4, size, 0f40800000; "
@@ -68,10 +54,8 @@ def e2m1_code(value, *, loc=None, ip=None):
         "selp.b32 none, 0x4B3FFFFE, 0x4BBFFFFC, below4; selp.b32 none, 0x4AC00000, none, below2; "
         "add.rn.f32 size, size, large; mov.b32 code, size; sub.s32 code, code, none; "
         "mov.b32 sign, {$r0}; shr.u32 sign, sign, 28; and.b32 sign, sign, 8; or.b32 {$w0}, code, sign; }",
-        write_only_types=[Uint32],
-        read_only_args=[value],
-        loc=loc,
-        ip=ip,
+        value,
+        results=[Uint32],
     )
 
 
@@ -96,14 +80,12 @@ def nvfp4_block(values) -> tuple:
     return words, factor
 
 
-@dsl_user_op
-def _checked_codes(word, factor, *, loc=None, ip=None):
+def _checked_codes(word, factor):
     """Return eight codes, replaced by 0 if the scale factor is 0 and by +6 if it is NaN."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .pred p; .reg .b32 codes; setp.nan.f32 p, {$r1}, {$r1}; selp.b32 codes, 0x77777777, {$r0}, p; "
         "setp.eq.f32 p, {$r1}, 0f00000000; selp.b32 {$w0}, 0, codes, p; }",
-        write_only_types=[Uint32],
-        read_only_args=[word, factor],
-        loc=loc,
-        ip=ip,
+        word,
+        factor,
+        results=[Uint32],
     )

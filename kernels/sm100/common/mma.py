@@ -9,13 +9,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Int32, const_expr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct, shared_address
+from hopwell.kernels.parts.core.ptx import ptx
 
 ROWS = 128  # of an accumulator: lanes of tensor memory
 DEPTH_COLUMNS = 8  # tensor-memory columns that hold the 32 bytes of a row of A
@@ -156,12 +156,9 @@ def issue(d, a, b, mma: cutlass.Constexpr, span: cutlass.Constexpr, accumulate=F
         _mma(mma, f"{prepare} setp.ne.b32 p, {adds}, 0;", place, arguments)
 
 
-@dsl_user_op
-def _mma(mma: Mma, prepare: str, a: str, arguments: list, *, loc=None, ip=None) -> None:
-    cute.arch.inline_ptx(
+def _mma(mma: Mma, prepare: str, a: str, arguments: list) -> None:
+    ptx(
         f"{{ .reg .pred p; .reg .b32 low; .reg .b64 a, b; {prepare} "
         f"{mma.name} [{{$r0}}], {a}, b, {mma.descriptor}, p; }}",
-        read_only_args=arguments,
-        loc=loc,
-        ip=ip,
+        *arguments,
     )

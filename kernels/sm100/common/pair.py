@@ -8,10 +8,10 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.pipeline import Ring
+from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.common.resources import CTAS
 
@@ -39,29 +39,24 @@ def meet() -> None:
 # whole GPU for the one, and invalidates L1 for the other. Fences that are restricted to shared memory cost neither.
 
 
-@dsl_user_op
-def arrive_at_leader(barrier, *, loc=None, ip=None) -> None:
+def arrive_at_leader(barrier) -> None:
     """Arrive at the leader's barrier that has the address of ``barrier``. Earlier accesses to shared memory are visible
     to threads of both CTAs that wait for it with :func:`wait`."""
-    cute.arch.inline_ptx(
+    ptx(
         f"{{ .reg .b32 at; mapa.shared::cluster.u32 at, {{$r0}}, {LEADER}; "
         "fence.release.sync_restrict::shared::cta.cluster; "
         "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [at]; }",
-        read_only_args=[shared_address(barrier)],
-        loc=loc,
-        ip=ip,
+        shared_address(barrier),
     )
 
 
-@dsl_user_op
-def wait(barrier, parity, *, loc=None, ip=None) -> None:
+def wait(barrier, parity) -> None:
     """Wait for a phase of a barrier at which threads of both CTAs arrive with :func:`arrive_at_leader`."""
-    cute.arch.inline_ptx(
+    ptx(
         "{ .reg .pred p; again: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [{$r0}], {$r1}; "
         "@!p bra again; fence.acquire.sync_restrict::shared::cluster.cluster; }",
-        read_only_args=[shared_address(barrier), Int32(parity)],
-        loc=loc,
-        ip=ip,
+        shared_address(barrier),
+        Int32(parity),
     )
 
 

@@ -8,39 +8,30 @@ from collections.abc import Iterator
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16
-from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config.base import power_of_two_in
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core.fragment import LaneRow, RowFragment
+from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 
 COLUMNS_AT_ONCE = 16  # processed by a thread: with 32, roles of 56 and 96 registers spill more
 MOST_COLUMNS = 32  # of a load: kernels with 768 threads have no registers for 64
 
 
-@dsl_user_op
-def allocate(slot, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS, *, loc=None, ip=None) -> None:
+def allocate(slot, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS) -> None:
     """Allocate ``columns``, and write their address to shared memory at ``slot``. A whole warp calls this. With a pair
     of CTAs, both call it once both run: the PTX ISA asks the issuing warp to make sure of that."""
-    cute.arch.inline_ptx(
+    ptx(
         f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {columns}; "
         f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
-        read_only_args=[slot],
-        loc=loc,
-        ip=ip,
+        slot,
     )
 
 
-@dsl_user_op
-def free(address, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS, *, loc=None, ip=None) -> None:
+def free(address, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS) -> None:
     """Free all columns. The warp that has allocated them calls this."""
-    cute.arch.inline_ptx(
-        f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {columns};",
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+    ptx(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {columns};", address)
 
 
 def row_address(tensor_memory, column) -> Int32:
@@ -81,8 +72,7 @@ def _loads(columns: int) -> Iterator[tuple[int, int]]:
         first += count
 
 
-@dsl_user_op
-def _load(address, columns: int, with_maximum: bool = False, *, loc=None, ip=None):
+def _load(address, columns: int, with_maximum: bool = False):
     """Return the values of the columns, and with ``with_maximum`` then the largest value of each load."""
     # One asm block holds the loads and the wait for them. Otherwise the compiler could use the values before they
     # arrive.
@@ -92,13 +82,8 @@ def _load(address, columns: int, with_maximum: bool = False, *, loc=None, ip=Non
         form, kind = ("ld.red", "max.f32") if with_maximum else ("ld", "b32")
         outputs += f", {{$w{columns + i}}}" if with_maximum else ""
         text += f"tcgen05.{form}.sync.aligned.32x32b.x{count}.{kind} {outputs}, [{{$r0}} + {first}]; "
-    return cute.arch.inline_ptx(
-        text + "tcgen05.wait::ld.sync.aligned;",
-        write_only_types=[Float32] * (columns + len(loads) * with_maximum),
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+    results = [Float32] * (columns + len(loads) * with_maximum)
+    return ptx(text + "tcgen05.wait::ld.sync.aligned;", address, results=results)
 
 
 def load_rows(address, rows: RowFragment) -> None:
@@ -107,21 +92,14 @@ def load_rows(address, rows: RowFragment) -> None:
         rows.registers[i] = value
 
 
-@dsl_user_op
-def load_tile(address, columns: int, *, loc=None, ip=None):
+def load_tile(address, columns: int):
     """Load ``columns`` columns of 16 rows, starting at ``address``. Return a lane's values, in the order of wgmma's
     accumulators."""
     text = ""
     for first, count in _loads(columns):
         outputs = ", ".join(f"{{$w{(first + c) // 2}}}" for c in range(0, count, 2))
         text += f"tcgen05.ld.sync.aligned.16x256b.x{count // 8}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
-    return cute.arch.inline_ptx(
-        text + "tcgen05.wait::ld.sync.aligned;",
-        write_only_types=[Float32] * (columns // 2),
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx(text + "tcgen05.wait::ld.sync.aligned;", address, results=[Float32] * (columns // 2))
 
 
 def store_words(address, words) -> None:
@@ -140,42 +118,31 @@ def store_tile(address, words) -> None:
         first += part
 
 
-@dsl_user_op
-def _store(address, words, shape: str, *, loc=None, ip=None) -> None:
+def _store(address, words, shape: str) -> None:
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
-    cute.arch.inline_ptx(
-        f"tcgen05.st.sync.aligned.{shape}.b32 [{{$r0}}], {{{operands}}};",
-        read_only_args=[address, *words],
-        loc=loc,
-        ip=ip,
-    )
+    ptx(f"tcgen05.st.sync.aligned.{shape}.b32 [{{$r0}}], {{{operands}}};", address, *words)
 
 
-@dsl_user_op
-def wait_stores(*, loc=None, ip=None) -> None:
-    cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;", loc=loc, ip=ip)
+def wait_stores() -> None:
+    ptx("tcgen05.wait::st.sync.aligned;")
 
 
-@dsl_user_op
-def before_signal(*, loc=None, ip=None) -> None:
+def before_signal() -> None:
     """Order this thread's accesses before the barrier that it arrives at next."""
-    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;", loc=loc, ip=ip)
+    ptx("tcgen05.fence::before_thread_sync;")
 
 
-@dsl_user_op
-def after_signal(*, loc=None, ip=None) -> None:
+def after_signal() -> None:
     """Order this thread's later accesses and products after the barrier that it has waited for."""
-    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;", loc=loc, ip=ip)
+    ptx("tcgen05.fence::after_thread_sync;")
 
 
-@dsl_user_op
-def commit(barrier, ctas: int = 1, mask=None, *, loc=None, ip=None) -> None:
+def commit(barrier, ctas: int = 1, mask=None) -> None:
     """Arrive at ``barrier`` once all products that this thread has issued are done. With ``mask``, arrive at the same
     place in the CTAs of the cluster whose bits are set."""
     form, operand = (".multicast::cluster", ", {$r1}") if mask is not None else ("", "")
-    cute.arch.inline_ptx(
+    ptx(
         f"tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster{form}.b64 [{{$r0}}]{operand};",
-        read_only_args=[barrier] if mask is None else [barrier, Uint16(mask)],
-        loc=loc,
-        ip=ip,
+        barrier,
+        *([] if mask is None else [Uint16(mask)]),
     )

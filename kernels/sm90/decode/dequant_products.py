@@ -14,13 +14,13 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
-from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.elements import HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
 from hopwell.kernels.parts.dequant.eight_bit import dequantized, exponent, in_order
 from hopwell.kernels.parts.load.block_scales import SharedScales
@@ -249,16 +249,13 @@ def _pairs(values: list) -> list:
     return list(zip(values[::2], values[1::2], strict=True))
 
 
-@dsl_user_op
-def power_of_two(largest, exponent: int, others: int = 0, *, loc=None, ip=None) -> tuple:
+def power_of_two(largest, exponent: int, others: int = 0) -> tuple:
     """Return a power of two (``factor``) that scales a positive number to this exponent, and 1 / (``factor`` *
     2^``others``)."""
-    return cute.arch.inline_ptx(
+    return ptx(
         f"{{ .reg .b32 e, f; mov.b32 e, {{$r0}}; shr.u32 e, e, 23; max.u32 e, e, {exponent + 1}; "
         f"sub.u32 f, {254 + exponent}, e; shl.b32 f, f, 23; mov.b32 {{$w0}}, f; "
         f"sub.u32 f, e, {exponent + others}; shl.b32 f, f, 23; mov.b32 {{$w1}}, f; }}",
-        write_only_types=[Float32] * 2,
-        read_only_args=[largest],
-        loc=loc,
-        ip=ip,
+        largest,
+        results=[Float32] * 2,
     )
