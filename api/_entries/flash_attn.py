@@ -190,29 +190,10 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: Attention) -> tu
     else:
         (k_tokens, k_distance), (v_tokens, v_distance) = _tokens(k), _tokens(v)
         starts_k = multiples(k_distance, batch, on)
-        out, lse = cudnn_batch_prefill_with_kv_cache(
-            tokens,
-            k_tokens,
-            v_tokens,
-            a.scale,
-            _nothing(on),
-            max_token_per_sequence=q_len,
-            max_sequence_kv=k_len,
-            actual_seq_lens_q=None,
-            actual_seq_lens_kv=torch.full((batch,), k_len, dtype=torch.int32, device=on),
-            causal=a.causal,
-            return_lse=a.return_lse,
-            batch_offsets_q=starts_q,
-            batch_offsets_k=starts_k,
-            batch_offsets_v=starts_k if v_distance == k_distance else multiples(v_distance, batch, on),
-            out=a.out,
-            q_scale=a.q_descale,
-            k_scale=a.k_descale,
-            v_scale=a.v_descale,
-            batch_offsets_units="tokens",
-            o_data_type=_out_dtype(q, a),
-            lse_layout="HN",
-        )
+        lens_k = torch.full((batch,), k_len, dtype=torch.int32, device=on)
+        starts_v = starts_k if v_distance == k_distance else multiples(v_distance, batch, on)
+        starts = dict(batch_offsets_q=starts_q, batch_offsets_k=starts_k, batch_offsets_v=starts_v)
+        out, lse = _plain((tokens, k_tokens, v_tokens), lens_k, q_len, k_len, a, **starts)
     out = out.view(*q.shape[:2], *out.shape[1:])
     return (out if given is None else given if a.out is not None else given.copy_(out)), lse
 
@@ -220,6 +201,36 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: Attention) -> tu
 def _is_plain(a: Attention) -> bool:
     """Return whether the cuDNN entry serves the mask and the scores."""
     return a.window_left < 0 and a.window_right < 0 and not a.softcap and a.sinks is None
+
+
+def _plain(
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lens_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    a: Attention,
+    **starts: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend tokens q to tokens k and v in the cuDNN entry. ``starts`` are its offsets, in tokens."""
+    return cudnn_batch_prefill_with_kv_cache(
+        *tokens,
+        a.scale,
+        _nothing(tokens[0].device),
+        max_token_per_sequence=max_q,
+        max_sequence_kv=max_k,
+        actual_seq_lens_q=None,
+        actual_seq_lens_kv=lens_k,
+        causal=a.causal,
+        return_lse=a.return_lse,
+        out=a.out,
+        q_scale=a.q_descale,
+        k_scale=a.k_descale,
+        v_scale=a.v_descale,
+        batch_offsets_units="tokens",
+        o_data_type=_out_dtype(tokens[0], a),
+        lse_layout="HN",
+        **starts,
+    )
 
 
 def ragged(
@@ -239,28 +250,9 @@ def ragged(
     """
     batch = starts_q.shape[0] - 1
     if _is_plain(a):
-        return cudnn_batch_prefill_with_kv_cache(
-            q,
-            k,
-            v,
-            a.scale,
-            _nothing(q.device),
-            max_token_per_sequence=max_q,
-            max_sequence_kv=max_k,
-            actual_seq_lens_q=None,
-            actual_seq_lens_kv=lens_k,
-            causal=a.causal,
-            return_lse=a.return_lse,
-            batch_offsets_q=starts_q,
-            batch_offsets_k=starts_k,
-            batch_offsets_stats=starts_q if a.return_lse else None,
-            out=a.out,
-            q_scale=a.q_descale,
-            k_scale=a.k_descale,
-            v_scale=a.v_descale,
-            batch_offsets_units="tokens",
-            o_data_type=_out_dtype(q, a),
-            lse_layout="HN",
+        starts = dict(batch_offsets_q=starts_q, batch_offsets_k=starts_k)
+        return _plain(
+            (q, k, v), lens_k, max_q, max_k, a, **starts, batch_offsets_stats=starts_q if a.return_lse else None
         )
     refuse(
         "attention of ragged K and V with a window, a softcap or sinks",

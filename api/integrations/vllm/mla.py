@@ -196,11 +196,10 @@ class HopwellMLAMetadataBuilder(MLACommonMetadataBuilder[HopwellMLAMetadata]):
         """Do nothing: the metadata has the runner's own tensors."""
 
 
-class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
-    """A layer. vLLM's common parts do the prefill; the decode is one call of hopwell."""
+class LatentLayer:
+    """Mixin of layers with the constructor of vLLM's latent attention."""
 
-    can_return_lse_for_decode = True
-    supports_dcp = True
+    hopwell_backend: ClassVar[str]  # the name in refusals
     supports_pcp = False
 
     def __init__(
@@ -213,12 +212,12 @@ class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
         sliding_window: int | None,
         kv_cache_dtype: str,
         logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
         **mla_args: Any,
     ) -> None:
-        check_features("HOPWELL_MLA", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
-        super().__init__(
+        check_features(self.hopwell_backend, alibi_slopes, sliding_window, logits_soft_cap, attn_type)
+        super().__init__(  # type: ignore[call-arg]
             num_heads,
             head_size,
             scale,
@@ -232,6 +231,14 @@ class HopwellMLAImpl(MLACommonImpl[HopwellMLAMetadata]):
             **mla_args,
         )
         take_dtypes(self, kv_cache_dtype)
+
+
+class HopwellMLAImpl(LatentLayer, MLACommonImpl[HopwellMLAMetadata]):
+    """A layer. vLLM's common parts do the prefill; the decode is one call of hopwell."""
+
+    hopwell_backend = "HOPWELL_MLA"
+    can_return_lse_for_decode = True
+    supports_dcp = True
 
     def forward_mqa(
         self,

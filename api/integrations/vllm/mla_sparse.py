@@ -11,11 +11,11 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
 import hopwell
-from hopwell.integrations.vllm.mla import HopwellMLABackend, check_features, layer_scales, take_dtypes
+from hopwell.integrations.vllm.mla import HopwellMLABackend, LatentLayer, layer_scales
 
 
 class HopwellMLASparseBackend(HopwellMLABackend):
@@ -56,40 +56,10 @@ class HopwellMLASparseMetadataBuilder(SparseMLACommonMetadataBuilder[HopwellMLAS
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
 
-class HopwellMLASparseImpl(SparseMLACommonImpl[HopwellMLASparseMetadata]):
+class HopwellMLASparseImpl(LatentLayer, SparseMLACommonImpl[HopwellMLASparseMetadata]):
     """A layer. Each new token is a row of its own, with the indices that its indexer chose."""
 
-    supports_pcp = False
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        **mla_args: Any,
-    ) -> None:
-        check_features("HOPWELL_MLA_SPARSE", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_args,
-        )
-        take_dtypes(self, kv_cache_dtype)
+    hopwell_backend = "HOPWELL_MLA_SPARSE"
 
     def forward_mqa(
         self,
