@@ -167,20 +167,16 @@ class TensorCopy:
             stamp[agent] = clock
             vc = stamp.ctypes.data
             bulk.arrives(m, w, cta, signal, agent, clock, self.pc)
-            m.core.core_shadow_box(
-                m.address,
-                cta.address,
-                offset,
-                tm.native.swizzle,
-                size,
-                TOUCH_WRITE | TOUCH_ASYNC,
-                agent,
-                clock,
-                vc,
-                self.pc,
-            )
+            self.touch(m, cta, offset, tm, size, TOUCH_WRITE, agent, clock, vc)
             bulk.keep(m, w.cta.cluster, stamp)
         return vc, agent, clock
+
+    def touch(
+        self, m: Machine, cta: Cta, offset: int, tm: TensorMap, size: int, how: int, agent: int, clock: int, vc: int
+    ) -> None:
+        """Tell the race detector of an access to a box in shared memory."""
+        place = (cta.address, offset, tm.native.swizzle, size)
+        m.core.core_shadow_box(m.address, *place, how | TOUCH_ASYNC, agent, clock, vc, self.pc)
 
     # -- stores
     def issue_store(self, m: Machine, w: Warp, lane: int, tm: TensorMap, at: list[int]) -> None:
@@ -195,18 +191,7 @@ class TensorCopy:
             stamp, agent, clock = bulk.stream(m, w, "bulk store", lane)
             vc = stamp.ctypes.data
             copy.agent, copy.clock = agent, clock
-            m.core.core_shadow_box(
-                m.address,
-                cta.address,
-                offset,
-                tm.native.swizzle,
-                size,
-                TOUCH_READ | TOUCH_ASYNC,
-                agent,
-                clock,
-                vc,
-                self.pc,
-            )
+            self.touch(m, cta, offset, tm, size, TOUCH_READ, agent, clock, vc)
         buffer = np.empty(size, np.uint8)
         at_box = (ctypes.c_int32 * 5)(*at)
         pc = self.pc
