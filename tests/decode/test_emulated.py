@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.batches.prefill import check_requests_alone
 from helpers.cases.decode import (
     HEAD_DIMS,
     Case,
@@ -233,5 +234,4 @@ def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_ty
     check_config(config, case, 64, "cpu", schedules(rows, adverse=1))
     data = batch_of(config, case, "cpu")
     out = execute(data.decode(64))
-    for index in range(data.size):
-        assert torch.equal(out[index : index + 1], execute(data.request(index).decode(64)))
+    check_requests_alone(data, out, 64)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches.decode import DRAFT, FULL, DecodeBatch
-from helpers.batches.prefill import same, starts
+from helpers.batches.prefill import check_requests_alone, same
 from helpers.cases.decode import KV_DTYPES, draft_bits
 from helpers.device.concurrent_launches import check_threads, check_two_branches
 from helpers.device.replays import check_replays
@@ -99,10 +99,7 @@ def batch(
 def test_batch_is_its_requests_one_by_one(kind: Kind, mask: Mask) -> None:
     data = batch(kind, mask)
     out = execute(data.decode(16, mask))
-    begins = starts(data.q_lens)
-    for index in range(data.size):
-        alone = execute(data.request(index).decode(16, mask))
-        assert torch.equal(out[begins[index] : begins[index + 1]], alone)
+    check_requests_alone(data, out, 16, mask)
 
 
 @ALL_CACHES

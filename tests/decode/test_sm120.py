@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.batches.decode import DRAFT, NVFP4, DecodeBatch
-from helpers.batches.prefill import same
+from helpers.batches.prefill import check_requests_alone, same
 from helpers.cases.decode import Case, check_config
 from helpers.covering.configs import COVERING_SM120_DECODE
 from helpers.device.schedules import schedules
@@ -55,8 +55,7 @@ def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
     data = DecodeBatch([5, 5, 5], [700, 3, 900], heads=16, kv_heads=2, head_dim=128, device="cpu")
     out, other = execute(data.decode(16, DRAFT)), data.decode(16, DRAFT, order=7)
     same(data.decode(16, DRAFT), key=other.key, value=other.value, page_table=other.page_table)
-    for index in range(data.size):
-        assert torch.equal(out[5 * index : 5 * index + 5], execute(data.request(index).decode(16, DRAFT)))
+    check_requests_alone(data, out, 16, DRAFT)
 
 
 def test_drafts_over_nvfp4_caches() -> None:

@@ -12,22 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.batches.mla import MlaBatch
+from helpers.cases import mla as cases
 from helpers.cases.decode import cut_tokens
-from helpers.cases.mla import (
-    BOTH_ROWS,
-    GAPS,
-    TOPK_KINDS,
-    Case,
-    batch_of,
-    check_case,
-    check_column_sizes,
-    check_counts,
-    check_gaps,
-    check_one_gap_anywhere,
-    check_rising_logits,
-    chunk_tokens,
-    heads_of,
-)
+from helpers.cases.mla import Case
 from helpers.covering.configs import COVERING_MLA
 from helpers.device.schedules import schedules, setting
 
@@ -52,7 +39,7 @@ def page_size(config: MlaConfig) -> int:
 def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None = None) -> None:
     """The seed depends on the case, so that the cases together see many schedules."""
     seed = zlib.crc32(repr((case, size)).encode()) % 10**6
-    check_case(case, size, "cpu", schedules(seed, adverse, strict=True), config)
+    cases.check_case(case, size, "cpu", schedules(seed, adverse, strict=True), config)
     assert not emulator.report().warnings
 
 
@@ -65,7 +52,7 @@ def test_fetches(config: MlaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     kv_lens = [0, 1, 70, cut_tokens(config) + 1]
     types = dict(dtype=config.dtype, kv_type=config.kv_type)
-    case = Case([2] * 4, kv_lens, heads=heads_of(config, 2), dims=dims, top_k=top_k, **types)
+    case = Case([2] * 4, kv_lens, heads=cases.heads_of(config, 2), dims=dims, top_k=top_k, **types)
     check(case, page_size(config), adverse=1, config=config)
 
 
@@ -80,36 +67,36 @@ def test_rows(heads: int, q_len: int) -> None:
 def test_uneven_numbers_of_new_tokens(q_lens: list[int], top_k: int) -> None:
     """Requests have fewer row tiles than others, or none."""
     case = Case(q_lens, [1, 40, 0, 130, 70], heads=20, top_k=top_k, ragged=True)
-    config = registry.resolve(batch_of(case, "cpu").decode(16, ragged=True), "sm_90a")
+    config = registry.resolve(cases.batch_of(case, "cpu").decode(16, ragged=True), "sm_90a")
     assert isinstance(config, MlaConfig)
     assert config.batch_invariant == (not top_k and max(q_lens) == 9)
     check(case, 16)
 
 
 @pytest.mark.parametrize("heads", [16, 24])
-@pytest.mark.parametrize("kind", TOPK_KINDS)
+@pytest.mark.parametrize("kind", cases.TOPK_KINDS)
 @pytest.mark.parametrize("dims", [MAIN, UNROTATED], ids=str)
 def test_topk_indices(dims: tuple[int, int], kind: str, heads: int) -> None:
     """Shorter and longer than the visible keys, with gaps, duplicates, and without an entry that counts."""
     case = Case([2] * 3, [1, 50, 200], heads=heads, dims=dims, top_k=68, topk_kind=kind)
     check(case, 16)
     with emulator.use("sm_90a"):
-        check_counts(batch_of(case, "cpu"), 16)
+        cases.check_counts(cases.batch_of(case, "cpu"), 16)
 
 
-@BOTH_ROWS
-@pytest.mark.parametrize("place", GAPS)
+@cases.BOTH_ROWS
+@pytest.mark.parametrize("place", cases.GAPS)
 def test_gaps_in_topk_indices(place: str, heads: int) -> None:
     """Top-k indices fill several tiles, and more leaves and chunks."""
     with emulator.use("sm_90a"):
         for top_k in (196, 2180):
-            check_gaps(place, top_k, heads, device="cpu")
+            cases.check_gaps(place, top_k, heads, device="cpu")
 
 
-@BOTH_ROWS
+@cases.BOTH_ROWS
 def test_one_gap_anywhere(heads: int) -> None:
     with emulator.use("sm_90a"):
-        check_one_gap_anywhere(132, heads, "cpu")
+        cases.check_one_gap_anywhere(132, heads, "cpu")
 
 
 @pytest.fixture
@@ -123,7 +110,7 @@ def by_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
 def test_partials_are_combined(dims: tuple[int, int], sparse: bool, heads: int) -> None:
     """Requests have one partial, two whole ones, or some, with more work than CTAs."""
-    chunk = chunk_tokens(dims, sparse)
+    chunk = cases.chunk_tokens(dims, sparse)
     kv_lens = [chunk - 1, 2 * chunk, 4 * chunk + 77, 3]
     check(Case([1] * 4, kv_lens, heads, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
 
@@ -131,7 +118,7 @@ def test_partials_are_combined(dims: tuple[int, int], sparse: bool, heads: int) 
 @pytest.mark.usefixtures("by_own_length")
 @pytest.mark.parametrize("heads", [2, 17])
 def test_many_partials(heads: int) -> None:
-    check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads), 64, adverse=1)
+    check(Case([1, 1], [18 * cases.chunk_tokens(MAIN) - 5, 3], heads), 64, adverse=1)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +158,13 @@ def test_launches_whose_ctas_wait_are_cooperative(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
 def test_columns_of_all_sizes(largest: float, heads: int) -> None:
     with emulator.use("sm_90a"):
-        check_column_sizes(largest, "cpu", heads=heads)
+        cases.check_column_sizes(largest, "cpu", heads=heads)
 
 
 @pytest.mark.parametrize("heads", [5, 16])
 def test_rising_logits(heads: int) -> None:
     with emulator.use("sm_90a"):
-        check_rising_logits(heads, 600, device="cpu")
+        cases.check_rising_logits(heads, 600, device="cpu")
 
 
 @pytest.mark.parametrize("heads", [3, 40])
@@ -197,7 +184,9 @@ def test_late_work_beside_polling() -> None:
 
     A schedule that does late work only without other progress would never reach the loads of other CTAs.
     """
-    check_case(Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=20), 64, "cpu", [setting("late", 710860, strict=True)])
+    cases.check_case(
+        Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=20), 64, "cpu", [setting("late", 710860, strict=True)]
+    )
 
 
 # Partials wait for earlier partials in their slot, more often with fewer slots: here one request's slots and little
@@ -213,7 +202,7 @@ def few_slots(by_own_length: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slots_are_used_again(heads: int, q_len: int) -> None:
     """Rows fill one or two tiles, whose partials are interleaved."""
     chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
-    kv_lens = [n * chunk_tokens(MAIN) - 5 for n in chunks]
+    kv_lens = [n * cases.chunk_tokens(MAIN) - 5 for n in chunks]
     check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)
 
 
@@ -225,14 +214,14 @@ def test_slots_are_used_again_where_keys_are_dequantized(kv_type: KvType, monkey
     Otherwise work tiles would wait for slots forever: no other warp frees slots before the last work tile.
     """
     monkeypatch.setattr(geometry, "EMULATED_SMS", 1)
-    check(Case([1] * 5, [chunk_tokens(MAIN) + 6] * 5, heads=17, sinks=False, kv_type=kv_type), 64, adverse=1)
+    check(Case([1] * 5, [cases.chunk_tokens(MAIN) + 6] * 5, heads=17, sinks=False, kv_type=kv_type), 64, adverse=1)
 
 
 @pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request with no or few rows has fewer row tiles than the others, and may have more chunks."""
     monkeypatch.setattr(splitting, "LATENT_WORK_TILES", 6)
-    kv_lens = [n * chunk_tokens(MAIN) - 5 for n in (6, 1, 2)]
+    kv_lens = [n * cases.chunk_tokens(MAIN) - 5 for n in (6, 1, 2)]
     for first in (0, 1):
         check(Case([first, 4, 1], kv_lens, heads=17, sinks=False, ragged=True), 64, adverse=1)
 
@@ -240,7 +229,7 @@ def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_topk_indices() -> None:
     """More tokens have top-k indices than there are slots, each with two chunks."""
-    chunk = chunk_tokens(MAIN, sparse=True)
+    chunk = cases.chunk_tokens(MAIN, sparse=True)
     check(Case([9, 2], [chunk + 40, chunk], heads=17, top_k=chunk + 68, ragged=True), 64, adverse=1)
 
 
@@ -264,7 +253,7 @@ def test_whoever_combines_finds_the_same(monkeypatch: pytest.MonkeyPatch, chunks
     In a batch other warps do so too, some of them beside work tiles, and all must agree on the row shares.
     """
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
-    kv_lens = [*[2 * chunk_tokens(MAIN)] * 5, chunks * chunk_tokens(MAIN) - 100]
+    kv_lens = [*[2 * cases.chunk_tokens(MAIN)] * 5, chunks * cases.chunk_tokens(MAIN) - 100]
     data, found = MlaBatch([1] * 6, kv_lens, heads=heads, device="cpu"), []
     for ctas, batch in ((4, data), (16, data.request(5))):
         monkeypatch.setattr(geometry, "EMULATED_SMS", ctas)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.batches.fp8 import E4M3, Fp8MlaBatch
 from helpers.batches.mla import with_topk
-from helpers.batches.prefill import LN_2, same, starts
+from helpers.batches.prefill import LN_2, check_requests_alone, same
 from helpers.calls.entries import mla
 from helpers.cases.mla import (
     BOTH_ROWS,
@@ -104,10 +104,7 @@ def test_requests_by_themselves(heads: int, top_k: int, device: str) -> None:
     data = batch(device, 2, top_k, [1100, 5, 900], heads=heads)
     out = execute(data.decode(64))
     data.expected_mla().check(out)
-    begins = starts(data.q_lens)
-    for index in range(data.size):
-        alone = execute(data.request(index).decode(64))
-        assert torch.equal(out[begins[index] : begins[index + 1]], alone)
+    check_requests_alone(data, out, 64)
 
 
 @BOTH_ROWS
@@ -289,9 +286,7 @@ def test_long_requests(dims: tuple[int, int], heads: int, top_k: int) -> None:
     data.expected_mla().check(out)
     for page_size in () if top_k else (1, 24, 512):
         assert torch.equal(execute(data.decode(page_size)), out)
-    begins = starts(data.q_lens)
-    for index in range(data.size):
-        assert torch.equal(out[begins[index] : begins[index + 1]], execute(data.request(index).decode(64)))
+    check_requests_alone(data, out, 64)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches.mla import MlaBatch, with_topk
-from helpers.batches.prefill import same, starts
+from helpers.batches.prefill import check_requests_alone, same
 from helpers.cases.mla import BOTH_ROWS
 from helpers.device.concurrent_launches import check_threads, check_two_branches
 from helpers.device.replays import check_replays
@@ -39,10 +39,7 @@ def batch(top_k: int = 0, q_len: int = 2, kv_lens: list[int] = KV_LENS, **option
 def test_batch_is_its_requests_one_by_one(dims: tuple[int, int], heads: int, top_k: int) -> None:
     data = batch(top_k, heads=heads, head_dim=dims[0], v_head_dim=dims[1])
     out = execute(data.decode(64))
-    begins = starts(data.q_lens)
-    for index in range(data.size):
-        alone = execute(data.request(index).decode(64))
-        assert torch.equal(out[begins[index] : begins[index + 1]], alone)
+    check_requests_alone(data, out, 64)
 
 
 @pytest.mark.usefixtures("batch_invariant")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import torch
 from helpers.batches.fp8 import Fp8MlaBatch
 from helpers.batches.mla import MlaBatch
+from helpers.batches.prefill import check_requests_alone
 from helpers.cases.mla import DIMS, Case, chunk_tokens
 from helpers.device.schedules import setting
 
@@ -48,8 +48,7 @@ def test_a_request_alone_has_the_bits_that_it_has_in_a_batch(
     assert config.batch_invariant
     together = execute(data.decode(64)).clone()
     data.expected_mla().check(together)
-    for i in range(data.size):
-        assert torch.equal(together[i : i + 1], execute(data.request(i).decode(64)))
+    check_requests_alone(data, together, 64)
 
 
 @pytest.mark.usefixtures("few_slots")

@@ -13,20 +13,9 @@ import pytest
 import torch
 from helpers.batches.fp8 import Fp8MlaBatch
 from helpers.batches.mla import MlaBatch, PackedBatch
+from helpers.cases import mla as cases
 from helpers.cases.decode import cut_tokens
-from helpers.cases.mla import (
-    GAPS,
-    TOPK_KINDS,
-    Case,
-    batch_of,
-    check_case,
-    check_column_sizes,
-    check_counts,
-    check_gaps,
-    check_one_gap_anywhere,
-    check_rising_logits,
-    heads_of,
-)
+from helpers.cases.mla import Case
 from helpers.covering.sm100_few_rows_mla import COVERING_FEW_ROWS_MLA
 from helpers.device.schedules import schedules, setting
 
@@ -55,10 +44,10 @@ def check(case: Case, page_size: int = 64, *, adverse: int = 1, config: Sm100Swa
     """Check a case that these kernels serve. The seed depends on the case, so that cases see many schedules."""
     arch = ARCH if config is None else config.arch
     if config is None:
-        problem = batch_of(case, "cpu").decode(page_size, ragged=case.ragged)
+        problem = cases.batch_of(case, "cpu").decode(page_size, ragged=case.ragged)
         assert isinstance(registry.resolve(problem, arch), Sm100SwapABMlaConfig)
     seed = zlib.crc32(repr((case, page_size)).encode()) % 10**6
-    check_case(case, page_size, "cpu", schedules(seed, adverse, arch=arch, strict=True), config)
+    cases.check_case(case, page_size, "cpu", schedules(seed, adverse, arch=arch, strict=True), config)
     assert not emulator.report().warnings
 
 
@@ -76,7 +65,7 @@ def test_fetches(config: Sm100SwapABMlaConfig) -> None:
     assert cut_tokens(config) == LEAF
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     types = dict(dtype=config.dtype, kv_type=config.kv_type)
-    case = Case([2] * 4, [0, 1, 70, LEAF + 1], heads_of(config, 2), dims, top_k, **types)
+    case = Case([2] * 4, [0, 1, 70, LEAF + 1], cases.heads_of(config, 2), dims, top_k, **types)
     check(case, config.box_rows or 4, config=config)
 
 
@@ -94,32 +83,32 @@ def test_uneven_numbers_of_new_tokens(top_k: int, dtype: str, kv_type: KvType) -
     check(Case([3, 0, 1, 3, 2], [1, 40, 0, 130, 70], 5, top_k=top_k, ragged=True, dtype=dtype, kv_type=kv_type), 4)
 
 
-@pytest.mark.parametrize("kind", TOPK_KINDS)
+@pytest.mark.parametrize("kind", cases.TOPK_KINDS)
 @pytest.mark.parametrize("dims", [MAIN, UNROTATED], ids=str)
 def test_topk_indices(dims: tuple[int, int], kind: str) -> None:
     """Shorter and longer than the visible keys, with gaps, duplicates, and without an entry that counts."""
     case = Case([2] * 3, [1, 50, 200], heads=16, dims=dims, top_k=68, topk_kind=kind)
     check(case, 16)
-    check_counts(batch_of(case, "cpu"), 16)
+    cases.check_counts(cases.batch_of(case, "cpu"), 16)
 
 
 @pytest.mark.parametrize("kind", [MlaBatch, Fp8MlaBatch])
-@pytest.mark.parametrize("place", GAPS)
+@pytest.mark.parametrize("place", cases.GAPS)
 def test_gaps_in_topk_indices(place: str, kind: type[MlaBatch]) -> None:
     """Top-k indices fill several tiles, and two leaves."""
     for top_k in (196, LEAF + 100):
-        check_gaps(place, top_k, 5, device="cpu", kind=kind)
+        cases.check_gaps(place, top_k, 5, device="cpu", kind=kind)
 
 
 def test_one_gap_anywhere() -> None:
-    check_one_gap_anywhere(132, 5, "cpu")
+    cases.check_one_gap_anywhere(132, 5, "cpu")
 
 
 @KINDS
 def test_masks_are_exact(kind: type[MlaBatch]) -> None:
     """Each visible key counts equally at every edge of tiles and leaves, also with few keys."""
     if kind is not PackedBatch:
-        check_counts(kind([3] * 8, [0, 1, 2, 63, 65, 130, LEAF, LEAF + 1], heads=5, device="cpu"), 16)
+        cases.check_counts(kind([3] * 8, [0, 1, 2, 63, 65, 130, LEAF, LEAF + 1], heads=5, device="cpu"), 16)
         return
     data = kind([3] * 4, [2, 63, 65, LEAF + 1], heads=5, device="cpu")
     data.expected_mla().check(decoded(data))
@@ -156,7 +145,7 @@ def test_rising_logits(dims: tuple[int, int], dtype: str) -> None:
         registry.resolve(MlaBatch([3], [9], heads=5, device="cpu").decode(64), ARCH), Sm100SwapABMlaConfig
     )
     if dtype == "bf16":
-        check_rising_logits(5, 600, dims, device="cpu")
+        cases.check_rising_logits(5, 600, dims, device="cpu")
     else:
         check(Case([1], [LEAF + 88], heads=8, dims=dims, dtype=dtype, magnitude=4.0))
 
@@ -189,7 +178,7 @@ def test_light_fp8_keys_keep_their_weight() -> None:
 
 @pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
 def test_columns_of_all_sizes(largest: float) -> None:
-    check_column_sizes(largest, "cpu", heads=2)
+    cases.check_column_sizes(largest, "cpu", heads=2)
 
 
 @KINDS
@@ -211,7 +200,7 @@ def test_a_request_alone_has_the_bits_that_it_has_in_a_batch(
 def test_places_of_keys_change_no_bit(top_k: int, kind: type[MlaBatch]) -> None:
     """Boxes and rows of pages come in the same order, for every page size and place."""
     case = Case([2] * 3, [LEAF + 88, 130, 1], 8, top_k=top_k, dtype="bf16" if kind is MlaBatch else "e4m3")
-    data = batch_of(case, "cpu")
+    data = cases.batch_of(case, "cpu")
     outs = [decoded(data, size, order=order) for size, order in ((64, 1), (64, 2), (8, 5), (1, 3))]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
@@ -266,5 +255,5 @@ def test_late_work(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies and products come last, after all other progress."""
     monkeypatch.setattr(geometry, "EMULATED_SMS", 2)
     case = Case([2] * 3, [127, 2 * LEAF + 3, 5], heads=8, dtype=dtype)
-    check_case(case, 64, "cpu", [setting("late", 710860, ARCH, strict=True)])
+    cases.check_case(case, 64, "cpu", [setting("late", 710860, ARCH, strict=True)])
     assert not emulator.report().warnings

@@ -7,8 +7,8 @@ the tests of MLA on these kernels.
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers.batches.mla import MlaBatch
+from helpers.batches.prefill import check_requests_alone
 from helpers.cases.mla import Case, check_case
 from helpers.covering.configs import COVERING_SM120_DECODE
 from helpers.device.schedules import schedules
@@ -41,8 +41,7 @@ def test_a_latent_batch_is_its_requests() -> None:
     data = MlaBatch([1, 1], [1100, 70], heads=128, device="cpu")
     out = execute(data.decode(64))
     data.expected_mla().check(out)
-    for index in range(data.size):
-        assert torch.equal(out[index : index + 1], execute(data.request(index).decode(64)))
+    check_requests_alone(data, out, 64)
 
 
 def test_ranks_that_share_keys() -> None:

@@ -5,23 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.batches.mla import MlaBatch, draw_topk
-from helpers.cases.mla import (
-    BOTH_ROWS,
-    DIMS,
-    GAPS,
-    SPARSE_DIMS,
-    TOPK_KINDS,
-    Case,
-    batch_of,
-    check_case,
-    check_column_sizes,
-    check_counts,
-    check_gaps,
-    check_one_gap_anywhere,
-    check_rising_logits,
-    chunk_tokens,
-    lengths,
-)
+from helpers.cases import mla as cases
+from helpers.cases.mla import Case
 
 from hopwell.kernels import execute
 
@@ -38,29 +23,29 @@ def name(dims: tuple[int, int]) -> str:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("q_len", [1, 4])
-@pytest.mark.parametrize("dims", DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.DIMS, ids=name)
 def test_page_sizes(dims: tuple[int, int], q_len: int, page_size: int) -> None:
-    kv_lens = lengths(chunk_tokens(dims), page_size)
-    check_case(Case([q_len] * len(kv_lens), kv_lens, dims=dims), page_size)
+    kv_lens = cases.lengths(cases.chunk_tokens(dims), page_size)
+    cases.check_case(Case([q_len] * len(kv_lens), kv_lens, dims=dims), page_size)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("q_len", [1, 2])
-@pytest.mark.parametrize("dims", DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.DIMS, ids=name)
 def test_heads(dims: tuple[int, int], q_len: int, heads: int) -> None:
-    kv_lens = lengths(chunk_tokens(dims), 64)
-    check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims), 64)
+    kv_lens = cases.lengths(cases.chunk_tokens(dims), 64)
+    cases.check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims), 64)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 16, 64, 128])
 @pytest.mark.parametrize("q_len", [1, 2, 3, 4, 5, 8, 15, 16, 17, 32])
-@pytest.mark.parametrize("dims", DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.DIMS, ids=name)
 def test_new_tokens(dims: tuple[int, int], q_len: int, heads: int) -> None:
     """Requests have fewer keys than tokens, or new tokens on both sides of an edge."""
-    chunk = chunk_tokens(dims)
+    chunk = cases.chunk_tokens(dims)
     edges = [edge + q_len // 2 for edge in (64, 128, chunk, 2 * chunk)]
     kv_lens = [0, q_len // 2, q_len - 1, q_len, q_len + 1, *edges, 5 * chunk + 3]
-    check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims), 64)
+    cases.check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims), 64)
 
 
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
@@ -68,48 +53,48 @@ def test_new_tokens(dims: tuple[int, int], q_len: int, heads: int) -> None:
 @pytest.mark.parametrize("top_k", [0, 128])
 def test_uneven_numbers_of_new_tokens(top_k: int, page_size: int, heads: int) -> None:
     """Some requests have no new tokens, others have more than keys."""
-    chunk = chunk_tokens(DIMS[0])
+    chunk = cases.chunk_tokens(cases.DIMS[0])
     q_lens = [3, 0, 1, 33, 5, 2, 0, 17]
     kv_lens = [1, 70, 0, chunk + 20, 5, 40 * chunk, 0, 3 * chunk + 7]
-    check_case(Case(q_lens, kv_lens, heads, top_k=top_k, ragged=True), page_size)
+    cases.check_case(Case(q_lens, kv_lens, heads, top_k=top_k, ragged=True), page_size)
 
 
 @pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
 @pytest.mark.parametrize(("q_len", "heads"), [(1, 2), (3, 2), (1, 33)])
 def test_columns_of_all_sizes(q_len: int, heads: int, largest: float) -> None:
-    check_column_sizes(largest, q_len=q_len, heads=heads)
+    cases.check_column_sizes(largest, q_len=q_len, heads=heads)
 
 
 @pytest.mark.parametrize("top_k", [0, 64])
 @pytest.mark.parametrize("magnitude", [0.0, 1e-3, 8.0])
 @pytest.mark.parametrize("heads", [7, 40])
-@pytest.mark.parametrize("dims", DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.DIMS, ids=name)
 def test_magnitudes(dims: tuple[int, int], heads: int, magnitude: float, top_k: int) -> None:
     """Attention ranges from uniform to rows dominated by few keys."""
-    kv_lens = lengths(chunk_tokens(dims, top_k > 0), 64)[-4:]
-    check_case(Case([2] * 4, kv_lens, heads, dims, top_k=top_k, magnitude=magnitude, sinks=False), 64)
+    kv_lens = cases.lengths(cases.chunk_tokens(dims, top_k > 0), 64)[-4:]
+    cases.check_case(Case([2] * 4, kv_lens, heads, dims, top_k=top_k, magnitude=magnitude, sinks=False), 64)
 
 
 @pytest.mark.parametrize("heads", [5, 16])
-@pytest.mark.parametrize("dims", DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.DIMS, ids=name)
 def test_rising_logits(dims: tuple[int, int], heads: int) -> None:
-    check_rising_logits(heads, 5000, dims)
+    cases.check_rising_logits(heads, 5000, dims)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("top_k", [0, 132])
-@pytest.mark.parametrize("dims", DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.DIMS, ids=name)
 def test_scales_on_the_device(dims: tuple[int, int], top_k: int, sinks: bool) -> None:
-    kv_lens = lengths(chunk_tokens(dims), 64)
-    check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, tensor_scales=True, sinks=sinks), 64)
+    kv_lens = cases.lengths(cases.chunk_tokens(dims), 64)
+    cases.check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, tensor_scales=True, sinks=sinks), 64)
 
 
-@BOTH_ROWS
+@cases.BOTH_ROWS
 @pytest.mark.parametrize("top_k", [0, 2500])
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
 def test_sinks_far_from_the_logits(sink: float, top_k: int, heads: int) -> None:
     """A sink without weight changes nothing; a sink with all weight leaves nothing."""
-    data = batch_of(Case([1, 2, 2], [3000, 0, 100], heads, top_k=top_k), "cuda")
+    data = cases.batch_of(Case([1, 2, 2], [3000, 0, 100], heads, top_k=top_k), "cuda")
     sinks = torch.full((data.heads,), sink, device=data.device)
     out = execute(data.decode(64, ragged=True, sinks=sinks))
     if sink < 0:
@@ -120,35 +105,35 @@ def test_sinks_far_from_the_logits(sink: float, top_k: int, heads: int) -> None:
 
 @pytest.mark.parametrize("top_k", TOP_KS)
 @pytest.mark.parametrize("page_size", [1, 32, 64])
-@pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.SPARSE_DIMS, ids=name)
 def test_topk_tokens(dims: tuple[int, int], page_size: int, top_k: int) -> None:
     """Requests have more keys than top-k, exactly top-k, and fewer."""
     kv_lens = [0, 1, top_k // 2, top_k - 1, top_k, top_k + 1, 3 * top_k + 5, 9000]
-    for kind in TOPK_KINDS:
-        check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, kind), page_size)
+    for kind in cases.TOPK_KINDS:
+        cases.check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, kind), page_size)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("q_len", [1, 2, 5])
-@pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.SPARSE_DIMS, ids=name)
 def test_heads_with_topk_indices(dims: tuple[int, int], q_len: int, heads: int) -> None:
     for top_k in (64, 2048):
         kv_lens = [0, q_len // 2, 40, top_k + q_len // 2, 3 * top_k]
-        check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims, top_k), 64)
+        cases.check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims, top_k), 64)
 
 
 @pytest.mark.parametrize("heads", [9, 64])
-@pytest.mark.parametrize("place", GAPS)
-@pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
+@pytest.mark.parametrize("place", cases.GAPS)
+@pytest.mark.parametrize("dims", cases.SPARSE_DIMS, ids=name)
 def test_gaps_in_topk_indices(dims: tuple[int, int], place: str, heads: int) -> None:
     """Top-k indices fill one chunk and two, with partial last tiles."""
     for top_k in (452, 2180):
-        check_gaps(place, top_k, heads, dims)
+        cases.check_gaps(place, top_k, heads, dims)
 
 
-@BOTH_ROWS
+@cases.BOTH_ROWS
 def test_one_gap_anywhere(heads: int) -> None:
-    check_one_gap_anywhere(132, heads)
+    cases.check_one_gap_anywhere(132, heads)
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
@@ -184,24 +169,24 @@ def test_few_topk_indices_leave_room(seed: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("q_len", [1, 2, 5, 16, 32])
-@pytest.mark.parametrize("dims", DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.DIMS, ids=name)
 def test_masks_are_exact(dims: tuple[int, int], q_len: int, page_size: int) -> None:
-    kv_lens = [*lengths(chunk_tokens(dims), page_size)[:-2], q_len - 1, q_len, 64 + q_len // 2]
+    kv_lens = [*cases.lengths(cases.chunk_tokens(dims), page_size)[:-2], q_len - 1, q_len, 64 + q_len // 2]
     for heads in (1, 16, 128):
-        check_counts(batch_of(Case([q_len] * len(kv_lens), kv_lens, heads, dims), "cuda"), page_size)
+        cases.check_counts(cases.batch_of(Case([q_len] * len(kv_lens), kv_lens, heads, dims), "cuda"), page_size)
 
 
-@pytest.mark.parametrize("kind", TOPK_KINDS)
+@pytest.mark.parametrize("kind", cases.TOPK_KINDS)
 @pytest.mark.parametrize(("q_len", "heads"), [(1, 16), (2, 16), (5, 16), (32, 16), (1, 128), (5, 40)])
-@pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
+@pytest.mark.parametrize("dims", cases.SPARSE_DIMS, ids=name)
 def test_topk_is_exact(dims: tuple[int, int], q_len: int, heads: int, kind: str) -> None:
     """Duplicates count twice, and entries that do not count have no effect."""
     for top_k in (64, 132, 1024):
         kv_lens = [0, 1, q_len - 1, q_len, 63, 64 + q_len // 2, top_k + q_len // 2, 5000]
-        check_counts(batch_of(Case([q_len] * len(kv_lens), kv_lens, heads, dims, top_k, kind), "cuda"))
+        cases.check_counts(cases.batch_of(Case([q_len] * len(kv_lens), kv_lens, heads, dims, top_k, kind), "cuda"))
 
 
-@BOTH_ROWS
+@cases.BOTH_ROWS
 def test_scale_of_zero_is_uniform_attention(heads: int) -> None:
     data = MlaBatch([2, 2], [700, 60], heads)
     data.expected(scale=0.0).check(execute(data.decode(64, softmax_scale=0.0)))
