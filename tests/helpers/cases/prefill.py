@@ -42,6 +42,7 @@ E4M3_CASES = [
 ]
 E4M3_EMULATED = [
     *(("sm_100a", E4M3_CASES[i]) for i in (2, 3, 4, 5)),
+    ("sm_103a", E4M3_CASES[2]),
     *(("sm_90a", E4M3_CASES[i]) for i in (0, 3, 7, 8, 10, 13)),
     *(("sm_120a", E4M3_CASES[i]) for i in (1, 5, 7, 8, 11, 14)),
 ]
