@@ -197,10 +197,15 @@ class DecodeConfig(SplitKeys, KernelConfig):
         """Return the rows of the kernel's tile for ``rows`` packed rows of a request."""
         return tile_rows(rows, head_dim, kv_type)
 
+    @classmethod
+    def tiles_with_tree(cls, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tuple[int, ...]:
+        """Return the rows of tiles whose kernels combine leaves as a tree."""
+        return tiles_with_tree(head_dim, kv_type, dtype)
+
     @property
     def has_tree(self) -> bool:
         """Whether leaves of keys are combined as a binary tree (stream-K), see ``sm90/decode/swap_ab.py``."""
-        return self.rows in tiles_with_tree(self.head_dim_qk, self.kv_type, self.dtype)
+        return self.rows in self.tiles_with_tree(self.head_dim_qk, self.kv_type, self.dtype)
 
     @property
     def smem_levels(self) -> int:

@@ -92,7 +92,11 @@ def both(problem: AttentionProblem, arch: str = ARCH) -> tuple[torch.Tensor, tor
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("config", COVERING_SM100_DECODE, ids=lambda config: config.name)
+# Hopper's kernels of more than 8 rows over NVFP4 have no leaves.
+LIKE_HOPPER = [c for c in COVERING_SM100_DECODE if c.kv_type is not KvType.NVFP4 or c.rows == 8]
+
+
+@pytest.mark.parametrize("config", LIKE_HOPPER, ids=lambda config: config.name)
 def test_bits_are_those_of_hopper(config: Sm100DecodeConfig) -> None:
     """Leaves, tree and registers are Hopper's. Requests are long enough for a tree of several levels."""
     case, leaf = case_of(config), config.leaf_tokens

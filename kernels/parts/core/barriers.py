@@ -9,7 +9,7 @@ class NamedBarrier(enum.IntEnum):
     PING_PONG = 1  # 1 to 3, by consumer warpgroup: its turn at the tensor cores
     WARPGROUP = 4  # 4 to 6, by consumer warpgroup: its four warps meet
     COMBINE = 7  # warpgroups that combine partials
-    TENSOR_MEMORY = 8  # all consumer warps, before the first use of tensor memory and after the last
+    ALL_CONSUMERS = 8  # all consumer warps, whose products are in tensor memory
     DEQUANT = 11  # the warpgroup that dequantizes in place, also of kernels with barriers of ``SoftmaxBarrier``
 
 

@@ -27,7 +27,8 @@ class TensorLeafAttend(LeafAttend):
     def create_operands(self) -> Any:
         rings, kernel = self.rings, self.kernel
         tiles = self.operands.tiles_at_once(kernel)
-        accumulators = Accumulators(kernel, rings.s, rings.o, self.tensor_memory, kernel.row_part(), tiles)
+        shared = kernel.products.shares_rows
+        accumulators = Accumulators(kernel, rings.s, rings.o, self.tensor_memory, kernel.row_part(), tiles, shared)
         operands = self.operands.create(kernel, self.tiles, rings, accumulators)
         if const_expr(kernel.config.accumulated_levels > 0):
             # The compiler selects the state that a node begins with, and a select reads the state before it, too.
@@ -48,20 +49,25 @@ class TensorProducts(LeafProducts):
     The kernels have the roles of Hopper's. In addition, a thread of the first warp of each consumer warpgroup issues
     the products. The first consumer warp allocates tensor memory for all.
 
+    ``shares_rows``: whether one thread issues products of the rows of all warpgroups. Otherwise each warpgroup has
+    products of its own rows.
+
     Edges besides Hopper's
         k, v    load -> issue         K and V of 16 bits, and of fp8 MMA: released when their products are done
-        s, o    issue -> attend       full when products are done, with a stage for each warpgroup. They are not
+        s, o    issue -> attend       full when products are done, with a stage for each issuing warpgroup. They are not
                                       released: the warps meet before the next products are issued
-        a       attend -> issue       dequantized tiles of K and V in tensor memory, for each warpgroup; see
-                                      decode/dequant.py
+        a       attend -> issue       dequantized tiles of K and V in tensor memory, see decode/dequant.py
     """
+
+    shares_rows: bool = False  # type: ignore[misc]  # a field here
 
     def roles(self, kernel: Any) -> dict[str, int]:
         return {"attend of one": WARPS, "issue": 1, "issue of all": kernel.config.consumer_warpgroups}
 
     def edges(self, kernel: Any, roles: Roles) -> list[Edge]:
         warpgroups, buffers = kernel.config.consumer_warpgroups, kernel.config.operand_buffers
-        edges = [roles.edge(name, "issue", "attend", warpgroups) for name in ("s", "o")]
+        stages = 1 if self.shares_rows else warpgroups
+        edges = [roles.edge(name, "issue", "attend", stages) for name in ("s", "o")]
         if buffers:
             edges.append(roles.edge("a", "attend of one", "issue", buffers * warpgroups))
         return edges
@@ -99,4 +105,4 @@ def free_columns(kernel, tensor_memory) -> None:
 def meet_all(kernel) -> None:
     """Wait for all consumer warps."""
     threads = kernel.config.consumer_warpgroups * WARPGROUP
-    cute.arch.barrier(barrier_id=NamedBarrier.TENSOR_MEMORY, number_of_threads=threads)
+    cute.arch.barrier(barrier_id=NamedBarrier.ALL_CONSUMERS, number_of_threads=threads)

@@ -1,13 +1,18 @@
 """Operands of leaves over 8-bit and 4-bit caches: K and V^T are dequantized into tensor memory, as operand A.
 
 ``tcgen05.st.16x128b`` stores registers in the order of wgmma's operand A. So the dequantization is the code of Hopper's
-kernels with drafts. A key is dequantized once in a warpgroup, and its 16-bit elements never pass through shared memory.
+kernels with drafts. A key is dequantized once in a CTA, and its 16-bit elements never pass through shared memory.
 
-Steady state: memory is the limit. A leaf is four tiles, A to D, and operand A has one or two buffers.
+Two warpgroups share the rows of a tile, and products have the rows of both. Each warpgroup dequantizes every second
+tile of a leaf. A warp of the first one issues the products of all tiles in order, because they add to the same O.
+
+Steady state: memory is the limit. A leaf is four tiles, A to D. A warpgroup has one or two buffers of operand A.
 
     memory         | K of A' to D'                               | V of A' to D'                     | ...
     tensor cores   |      | S(A) | S(B) | S(C) | S(D) |          |      | O = P V (A) | O += P V (B) | ...
     attend         | K(A) | K(B) | K(C) | K(D) | softmax, P, sync | V(A) | V(B) | V(C) | V(D) | nodes |  waits
+    with two       | K(A) | K(C) | softmax, P, sync | V(A) | V(C) | nodes | waits
+                   | K(B) | K(D) | softmax, P, sync | V(B) | V(D) | nodes | waits
 """
 
 from dataclasses import dataclass
@@ -18,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Uint32
 
 from hopwell.kernels.config.splitting import LEAF_TILE
-from hopwell.kernels.parts.core.device import shared_address, warp_in_warpgroup
+from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.core.pipeline import Ring, Rings
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS
@@ -27,7 +32,7 @@ from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantLeafOperands, War
 from hopwell.kernels.sm90.decode.dequant_wgmma import DequantOperandA
 from hopwell.kernels.sm90.decode.leaves import WarpgroupExchange
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.common.accumulators import ISSUING_WARP, MMA_ROWS, Accumulators
+from hopwell.kernels.sm100.common.accumulators import MMA_ROWS, Accumulators
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, issue
 
 VALUE_COLUMNS = LEAF_TILE // 2  # tensor-memory columns of 64 columns of V of a tile
@@ -55,27 +60,28 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
         config, m, part = kernel.config, kernel.tile.m, accumulators.part
         products, blocks = part.rows // MMA_COLUMNS, config.value_blocks
         q = SharedOperand.of(tiles.q, m, kernel.layout.q_columns, columns_first=False)
-        p = SharedOperand.of(tiles.p, m, LEAF_TILE, columns_first=False)
         return TensorDequantOperands(
-            **DequantProducts.fields(kernel, tiles, products) | dict(q=q.from_row(part.first_row)),
+            **DequantProducts.fields(kernel, tiles, products) | dict(q=q),
             p_tile=shared_address(tiles.p.iterator),
             s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
             o=cute.make_rmem_tensor(4 * products * blocks, Float32),
             leaf_tiles=kernel.step_tiles,
             at_once=1,
             columns=WarpColumns.of(config),
-            p=p.from_row(part.first_row),
+            p=SharedOperand.of(tiles.p, m, LEAF_TILE, columns_first=False),
             accumulators=accumulators,
             a_ring=rings.a,
             exchange=kernel.exchange(tiles),
             first_row=part.first_row,
         )
 
-    def _turn(self, step, i):
-        """Return the step in the ring of operand A. It counts K of the leaf's tiles, then V, for all warpgroups in
-        turn. ``step`` is the number of the leaf's first tile."""
+    @property
+    def own_tiles(self) -> int:
+        return self.leaf_tiles // self.accumulators.part.warpgroups
+
+    def own_tile(self, number):
         part = self.accumulators.part
-        return (2 * step + i) * part.warpgroups + part.index
+        return number * part.warpgroups + part.index if part.warpgroups > 1 else number
 
     def _buffer(self, turn, block: int = 0) -> Int32:
         config = self.kernel.config
@@ -99,10 +105,10 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
 
     @cute.jit
     def _issue_scores(self, ring, step, q_stage):
-        """Dequantize K of a leaf and issue S^T."""
-        rows, is_issuing = self.accumulators.rows, warp_in_warpgroup() == ISSUING_WARP
-        for i in cutlass.range(self.leaf_tiles, unroll=1):
-            turn, words = self._turn(step, i), cute.make_rmem_tensor(self.depth // 4, Uint32)
+        """Dequantize K of a leaf and issue S^T. The ring of operand A counts K of the leaf's tiles, then V."""
+        for number in cutlass.range(self.own_tiles, unroll=1):
+            i, words = self.own_tile(number), cute.make_rmem_tensor(self.depth // 4, Uint32)
+            turn = 2 * step + i
             ring.wait_full(step + i)
             self.read_keys(words, self._stage(ring, step, i))
             self._give_back(ring, [step + i])
@@ -110,15 +116,22 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
             tmem.after_signal()
             tmem.store_tile(tmem.row_address(self._buffer(turn), 0), words)
             self._hand_over(turn)
-            if is_issuing:
-                self.a_ring.wait_full(turn)
-                tmem.after_signal()
-                with cute.arch.elect_one():
-                    place, a = self.accumulators.place("s") + i * rows, TensorOperand(self._buffer(turn))
-                    issue(place, a, self.q.at(q_stage), Mma(Float16, rows, MMA_ROWS), (0, self.depth))
-                    tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
-        if is_issuing:
+            if self.accumulators.issues:
+                for _ in cutlass.range_constexpr(self.accumulators.part.warpgroups):
+                    self._issue_tile_scores(turn, i, q_stage)
+                    turn, i = turn + 1, i + 1
+        if self.accumulators.issues:
             self.accumulators.signal(self.accumulators.s_ring, step)
+
+    @cute.jit
+    def _issue_tile_scores(self, turn, i, q_stage):
+        rows = self.accumulators.rows
+        self.a_ring.wait_full(turn)
+        tmem.after_signal()
+        with cute.arch.elect_one():
+            place, a = self.accumulators.place("s") + i * rows, TensorOperand(self._buffer(turn))
+            issue(place, a, self.q.at(q_stage), Mma(Float16, rows, MMA_ROWS), (0, self.depth))
+            tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
 
     def prepare_values(self, ring, step) -> None:
         """Rearrange the block scales of V, if there are any, and make P visible to the tensor cores."""
@@ -128,9 +141,9 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
     @cute.jit
     def multiply_values(self, ring, step):
         """Dequantize V of a leaf and issue O^T. The products are still in flight on return."""
-        rows, is_issuing = self.accumulators.rows, warp_in_warpgroup() == ISSUING_WARP
-        for i in cutlass.range(self.leaf_tiles, unroll=1):
-            turn, stage = self._turn(step, self.leaf_tiles + i), self._stage(ring, step, i)
+        for number in cutlass.range(self.own_tiles, unroll=1):
+            i = self.own_tile(number)
+            turn, stage = 2 * step + self.leaf_tiles + i, self._stage(ring, step, i)
             ring.wait_full(step + i)
             self.a_ring.wait_empty(turn)
             tmem.after_signal()
@@ -140,17 +153,23 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
                 tmem.store_tile(tmem.row_address(self._buffer(turn, block), 0), words)
             self._give_back(ring, [step + i])
             self._hand_over(turn)
-            if is_issuing:
-                self.a_ring.wait_full(turn)
-                tmem.after_signal()
-                with cute.arch.elect_one():
-                    for block in cutlass.range_constexpr(self.blocks):
-                        place, a = self.accumulators.place("o") + block * rows, TensorOperand(self._buffer(turn, block))
-                        mma = Mma(Float16, rows, MMA_ROWS)
-                        issue(place, a, self.p.at(i), mma, (0, LEAF_TILE), (i > 0).to(Int32))
-                    tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
-        if is_issuing:
+            if self.accumulators.issues:
+                for _ in cutlass.range_constexpr(self.accumulators.part.warpgroups):
+                    self._issue_tile_values(turn, i)
+                    turn, i = turn + 1, i + 1
+        if self.accumulators.issues:
             self.accumulators.signal(self.accumulators.o_ring, step)
+
+    @cute.jit
+    def _issue_tile_values(self, turn, i):
+        rows = self.accumulators.rows
+        self.a_ring.wait_full(turn)
+        tmem.after_signal()
+        with cute.arch.elect_one():
+            for block in cutlass.range_constexpr(self.blocks):
+                place, a = self.accumulators.place("o") + block * rows, TensorOperand(self._buffer(turn, block))
+                issue(place, a, self.p.at(i), Mma(Float16, rows, MMA_ROWS), (0, LEAF_TILE), (i > 0).to(Int32))
+            tmem.commit(shared_address(self.a_ring.empty + self.a_ring.stage(turn)))
 
     def finish_values(self, ring, step) -> None:
         """Wait for O^T of a leaf, and load or add it."""

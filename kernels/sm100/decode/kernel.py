@@ -174,7 +174,14 @@ class TensorLeafOperands:
 
 
 WIDE = TensorProducts(TensorLeafOperands, Reader.TENSOR_CORES, kv_consumer="issue of all")
-DEQUANT = TensorProducts(TensorDequantOperands, Reader.SYNCED_LANES, HalfLeafSoftmax, VectorOutput)
+DEQUANT = TensorProducts(
+    TensorDequantOperands,
+    Reader.SYNCED_LANES,
+    HalfLeafSoftmax,
+    VectorOutput,
+    kv_consumer="attend of one",
+    shares_rows=True,
+)
 
 
 def build(config: Sm100DecodeConfig) -> Any:

@@ -116,15 +116,25 @@ class DequantLeafOperands(DequantProducts):
         """Write P of a tile of keys in float16."""
         write_weights(p, self.kernel.tile.m, Float16, scores, tile)
 
+    @property
+    def own_tiles(self) -> int:
+        """Tiles of a leaf that this warpgroup dequantizes."""
+        return self.leaf_tiles
+
+    def own_tile(self, number):
+        """Return the number in the leaf of the ``number``-th tile that this warpgroup dequantizes."""
+        return number
+
     @cute.jit
     def prepare_values(self, ring, step) -> None:
         """Rearrange the block scales of V of a leaf, if it has any; each warp rearranges the scales of one tile."""
         if const_expr(self.v_scales is not None):
             stages = self.kernel.tile.kv_stages
             assert stages >= self.leaf_tiles, f"{self.leaf_tiles} tiles of V do not come to {stages} stages at once"
-            for first in cutlass.range_constexpr(0, self.leaf_tiles, WARPS):
-                tile = first + warp_in_warpgroup()
-                if tile < self.leaf_tiles:
+            for first in cutlass.range_constexpr(0, self.own_tiles, WARPS):
+                number = first + warp_in_warpgroup()
+                if number < self.own_tiles:
+                    tile = self.own_tile(number)
                     ring.wait_full(step + tile)
                     self.v_scales.arrange(ring.stage(step + tile))
 

@@ -63,7 +63,7 @@ class DequantOperandA:
         for product in range(self.products):
             self._write_q(tile, product, words[product], g, t)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.exchange.meet()
+        self.exchange.meet_for_products()
 
     @cute.jit
     def _write_q(self, tile, product: cutlass.Constexpr[int], words: list, g, t) -> None:

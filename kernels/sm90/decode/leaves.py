@@ -48,6 +48,15 @@ class WarpgroupExchange:
         """Wait for all warps of this warpgroup."""
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.warpgroup, number_of_threads=WARPGROUP)
 
+    def meet_for_products(self) -> None:
+        """Wait for all warps that write operands of the next products: of this warpgroup, or of all if a product has
+        the rows of all warpgroups."""
+        if self.kernel.products.shares_rows:
+            threads = self.kernel.config.consumer_warpgroups * WARPGROUP
+            cute.arch.barrier(barrier_id=NamedBarrier.ALL_CONSUMERS, number_of_threads=threads)
+        else:
+            self.meet()
+
     def _of_warps(self, r: int):
         """Return the shared address of row r's float32 values, one for each warp of this warpgroup."""
         row = ColumnFragment.first_row() + ColumnFragment.row_offset(r)

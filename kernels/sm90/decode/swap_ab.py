@@ -11,7 +11,7 @@ it.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -56,6 +56,7 @@ class LeafProducts:
     softmax: type = ColumnSoftmax
     output: type = CoreMatrixOutput  # writes the columns that a lane holds
     kv_consumer: str = "attend"  # role that releases K and V
+    shares_rows: ClassVar[bool] = False  # whether a product has the rows of all warpgroups
 
     def roles(self, kernel: Any) -> dict[str, int]:
         """Return the warps of roles besides the kernel's own."""
@@ -418,7 +419,7 @@ class WholeLeaf:
         for i in cutlass.range_constexpr(attend.kernel.config.leaf_tiles):
             operands.write_weights(attend.tiles.p, operands.tile_scores(i), i)
         operands.prepare_values(v_ring, step)
-        attend.exchange.meet()
+        attend.exchange.meet_for_products()
         operands.multiply_values(v_ring, step)
         for r in cutlass.range_constexpr(node.rows):
             node.reference[r], node.total[r] = softmax.partial(r, ColumnFragment.lanes_per_row)

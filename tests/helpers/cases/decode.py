@@ -67,7 +67,7 @@ def cut_tokens(config: DecodeConfig | MlaConfig) -> int:
 
 def fewest_rows(config: DecodeConfig) -> int:
     """Return the smallest number of packed rows that selects this kernel."""
-    others = (tile_rows(m, config.head_dim_qk, config.kv_type) for m in SWAP_AB_ROWS)
+    others = (config.rows_for(m, config.head_dim_qk, config.kv_type) for m in SWAP_AB_ROWS)
     return 1 + max((m for m in others if m < config.rows), default=0)
 
 

@@ -96,6 +96,10 @@ def _narrow() -> list[Row]:
         (USUAL, 96, 8, WINDOW, PAGES16, nvfp4, {}),
         (USUAL, 160, 8, FULL, PAGES16, nvfp4, {}),
         (USUAL, (192, 128), 8, DRAFT, PAGES16, nvfp4, {}),
+        (TO_E4M3, 128, 32, FULL, PAGES16, nvfp4, {}),
+        (FP16, 64, 32, WINDOW, ROWS, nvfp4, {}),
+        (USUAL, 128, 64, DRAFT, PAGES16, nvfp4, {}),
+        (ULTRA, 80, 64, FULL, PAGES8, nvfp4, {}),
     ]
 
 
