@@ -209,7 +209,7 @@ def _plain(
     max_q: int,
     max_k: int,
     a: Attention,
-    **starts: torch.Tensor | None,
+    **starts: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend tokens q to tokens k and v in the cuDNN entry. ``starts`` are its offsets, in tokens."""
     return cudnn_batch_prefill_with_kv_cache(

@@ -260,7 +260,7 @@ def shipped_mla_configs(
 ) -> Iterator[MlaConfig]:
     """Yield the MLA kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves.
 
-    If the setting asks for batch-invariant kernels, they are the only ones.
+    All are batch-invariant if the setting asks for that.
     """
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.TOPK_ROWS, 0)])
