@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from hopwell.kernels.capability.shipped import kernels_to_ship
 from hopwell.kernels.config.base import KvFetch, KvType
-from hopwell.kernels.config.decode import NARROW_TYPES, tiles_with_tree
+from hopwell.kernels.config.decode import NARROW_TYPES
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.jit.toolchain import artifact
@@ -199,7 +199,7 @@ def config_of_decode(case: Decode, arch: str) -> Sm100DecodeConfig:
     kv_type = narrow or KvType.WIDE
     # Kernels over NVFP4 caches are not shipped, and differ in nothing else.
     shipped = KvType.E4M3 if narrow else kv_type
-    if rows <= max(tiles_with_tree(case.head_dim, kv_type), default=0):
+    if rows <= max(Sm100DecodeConfig.tiles_with_tree(case.head_dim, kv_type), default=0):
         wanted = ("bf16", case.head_dim, case.v_head_dim, MaskKind.FULL, KvFetch.PAGE_BOXES, PAGE, shipped)
         tile = Sm100DecodeConfig.rows_for(rows, case.head_dim, kv_type)
         for config in kernels_to_ship(arch, (TYPES_16BIT, TYPES_FP8)):

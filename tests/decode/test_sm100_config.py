@@ -15,7 +15,7 @@ from helpers.covering.sm100_decode import COVERING_SM100_DECODE, page_size
 
 from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import DTYPES, KvFetch, KvType, paged_fetches
-from hopwell.kernels.config.decode import DRAFT_MASKS, HEAD_DIMS, KV_TYPES, MASKS, resolve_decode, tiles_with_tree
+from hopwell.kernels.config.decode import DRAFT_MASKS, HEAD_DIMS, KV_TYPES, MASKS, resolve_decode
 from hopwell.kernels.config.splitting import LEAF_TILE, LaunchSizes, node_bytes, tree_rows
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP, WARPS
 from hopwell.kernels.launch.geometry import decode_geometry
@@ -82,12 +82,14 @@ class TestResolve:
 
     @pytest.mark.parametrize("dims", DECODE_NVFP4_HEAD_DIMS, ids=str)
     def test_nvfp4_caches(self, dims: tuple[int, int], arch: str) -> None:
-        """Up to 8 packed rows."""
+        """Up to 64 packed rows, or 8 beyond head dim 128."""
+        most = max(Sm100DecodeConfig.tiles_with_tree(dims[0], KvType.NVFP4))
+        assert most == (64 if dims[0] <= 128 else 8)
         key, value = cache("tuple-HND", 16, (dims[0] // 2, dims[1] // 2), dtype=torch.uint8)
-        for rows in (1, 8, 9, 33):
+        for rows in (1, 8, 9, 33, 64, 65):
             of = replace(problem(dims, rows), key=key, value=value, kv_scales=(key, value))
             found = resolve(of, arch)
-            assert type(found) is (Sm100DecodeConfig if rows <= 8 else Sm120DecodeConfig), rows
+            assert type(found) is (Sm100DecodeConfig if rows <= most else Sm120DecodeConfig), rows
             assert found.kv_type is KvType.NVFP4
 
     def test_outputs_and_scales_of_8_bit_caches(self, arch: str) -> None:
@@ -267,7 +269,7 @@ def kernels(dims: tuple[int, int], kv_types: Sequence[KvType] = (*KV_TYPES, KvTy
     return [
         build(Sm100DecodeConfig(*common, MaskKind.DRAFT, *fetch, kv_type, rows))[0]
         for kv_type in kv_types
-        for rows in tiles_with_tree(dims[0], kv_type)
+        for rows in Sm100DecodeConfig.tiles_with_tree(dims[0], kv_type)
         for fetch in paged_fetches(LEAF_TILE)
         if kv_type is not KvType.NVFP4 or dims in DECODE_NVFP4_HEAD_DIMS
     ]
@@ -298,8 +300,8 @@ class TestResources:
             assert c.allocated_columns * c.ctas_per_sm <= TENSOR_MEMORY_COLUMNS
 
     def test_edges(self, dims: tuple[int, int]) -> None:
-        """S and O are full after one commit. One thread of each warpgroup releases 16-bit K and V by a commit. All
-        warps release narrow K and V, and fill operand A."""
+        """S and O are full after one commit. One thread of each warpgroup releases 16-bit K and V by a commit. The
+        warps of one warpgroup release a narrow tile, and fill operand A."""
         for kernel in kernels(dims):
             c, warpgroups = kernel.config, kernel.config.consumer_warpgroups
             edges = {e.name: e for e in kernel.edges}
@@ -307,10 +309,10 @@ class TestResources:
             assert {*edges} == {"q", "k", "v", "work", "s", "o"} | ({"a"} if c.operand_buffers else set())
             for name in ("k", "v"):
                 assert edges[name].stages == c.tile.kv_stages
-                assert edges[name].consumer_warps == (warpgroups if is_wide else WARPS * warpgroups)
+                assert edges[name].consumer_warps == (warpgroups if is_wide else WARPS)
                 assert edges[name].consumer_lanes == 1 or not is_wide
             for name in ("s", "o"):
-                assert (edges[name].stages, edges[name].full_arrivals) == (warpgroups, 1)
+                assert (edges[name].stages, edges[name].full_arrivals) == (warpgroups if is_wide else 1, 1)
             if not is_wide:
                 filled = (edges["a"].stages, edges["a"].full_arrivals, edges["a"].consumer_warps)
                 assert filled == (c.operand_buffers * warpgroups, WARPS, 1)
