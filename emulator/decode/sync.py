@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..errors import Unsupported
-from ..native.layout import NONE
+from ..native.layout import AUX_ACQUIRE, AUX_RELEASE, NONE
 from ..ptx import SINK, Instr, Mem, Pair, type_size
 from .op import Context, Op, decodes
 
@@ -153,11 +153,14 @@ def proxy_fence(c: Context, i: Instr) -> Op:
 def fence(c: Context, i: Instr) -> Op:
     """Decode a fence. The emulator's memory is sequentially consistent, so only the race detector acts on a fence.
 
-    It ignores fences up to cluster scope.
+    Up to cluster scope, it gives order to relaxed arrivals and waits at mbarriers.
     """
+    if i.parts[1].startswith(("proxy", "mbarrier_init")):
+        return c.nop()
+    aux = (0 if "release" in i.parts else AUX_ACQUIRE) | (0 if "acquire" in i.parts else AUX_RELEASE)
     if any(p in ("gpu", "sys", "gl") for p in i.parts):
-        return c.system("fence_gpu")
-    return c.nop()
+        return c.system("fence_gpu", aux=aux)
+    return c.system("fence", aux=aux)
 
 
 @decodes("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")

@@ -122,12 +122,12 @@ def dealloc(c: Context, i: Instr) -> Op:
 
 
 def free_clock(m: Machine, w: Warp, tm: TensorMemory, start: int, n: int, pc: int) -> None:
-    """Record a dealloc: barriers must order all accesses before it, and it needs no fence.
+    """Record a dealloc: barriers must order all accesses before it. It needs no fence unless they are relaxed.
 
     PTX ISA, "issue granularity": it suffices that no access is concurrent.
     """
     clock = clock_copy(m, w).reshape(WARP_PARTS, -1)
-    clock[CLOCK_WARP] = clock[CLOCK_KNOWN]
+    clock[CLOCK_WARP] = np.maximum(clock[CLOCK_WARP], clock[CLOCK_KNOWN])
     touch(m, w.cta, ALL_GROUPS, [(start, n)], True, Mark(w.state.agent, own_clock(w), clock), pc)
     tm.freed = clock if tm.freed is None else np.maximum(tm.freed, clock)
 

@@ -138,6 +138,7 @@ EXPORT void core_cluster_free(machine *M, cluster *k) {
       warp *w = &c->warps[j];
       horizon_free(M, w);
       free(w->file), free(w->pred), free(w->written), free(w->busy), free(w->touched), free(w->origin), free(w->local), free(w->vc);
+      free(w->fenced), free(w->unfenced);
     }
     for (int j = 0; j < c->n_mbars; j++) free(c->mbars[j].vc);
     for (int j = 0; j < 16; j++) free(c->bars[j].vc);

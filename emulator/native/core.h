@@ -90,6 +90,7 @@ typedef struct warp {
   i32 *vc;         /* vector clock of WARP_PARTS parts */
   i64 executed;
   void *horizon;   /* what is known of other clusters (global_shadow.c) */
+  i32 *fenced, *unfenced; /* clocks that relaxed arrivals release, and that relaxed waits have seen; NULL: nothing yet */
   i32 id, threads, n_frags, agent;
   u32 n_busy;
   u32 accessors;   /* lanes that accessed memory together since the lanes of the warp last synchronised */
@@ -295,6 +296,9 @@ void clock_release_lanes(machine *M, warp *w, i32 *into, u32 lanes);
 void clock_tick(warp *w);
 void clock_sync_lanes(machine *M, warp *w);
 void clock_acquire(machine *M, warp *w, const i32 *from);
+void clock_release_relaxed(machine *M, warp *w, i32 *into);
+void clock_acquire_relaxed(machine *M, warp *w, const i32 *from);
+void clock_fence(machine *M, warp *w, u32 lanes, u32 order);
 void tensor_fence_before(machine *M, warp *w);
 void tensor_fence_after(machine *M, warp *w);
 enum { LANE_COLLECTIVE = 32 };

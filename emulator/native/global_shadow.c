@@ -140,7 +140,8 @@ void horizon_adopt(machine *M, warp *w, u32 barrier) {
 
 /* fence.acq_rel / fence.sc / membar at gpu or system scope. */
 EXPORT int sys_fence_gpu(machine *M, warp *w, frag *f, const insn *i, u32 m) {
-  (void)f, (void)i, (void)m;
+  (void)f;
+  clock_fence(M, w, m, i->aux);
   if (!(M->flags & FLAG_RACE)) return SYS_NEXT;
   horizon *h = horizon_of(M, w);
   for (i32 k = 0; k < h->n_unfenced; k++) acquire_from(M, w, variable_at(M, h->unfenced[k]));

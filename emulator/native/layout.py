@@ -89,6 +89,8 @@ class WarpState(ctypes.Structure):
         ("vc", P),
         ("executed", I64),
         ("horizon", P),
+        ("fenced", P),
+        ("unfenced", P),
         ("id", I32),
         ("threads", I32),
         ("n_frags", I32),

@@ -75,6 +75,32 @@ void clock_acquire(machine *M, warp *w, const i32 *from) {
   if (from[w->solo] > w->solo_synced) w->solo_synced = from[w->solo];
 }
 
+/* A relaxed arrival releases what the last fence before it covers, and the next fence acquires what a relaxed wait has
+ * seen (PTX ISA, "memory consistency model: release and acquire patterns"). tcgen05.fence composes with both. */
+static void join_sent(machine *M, i32 *into, const i32 *from) {
+  size_t sent = (size_t)CLOCK_SENT * (size_t)M->cap;
+  clock_join(into + sent, from + sent, M->cap);
+}
+static i32 *clock_at(machine *M, i32 **place) {
+  if (!*place) *place = calloc(SHARED_PARTS * (size_t)M->cap, sizeof(i32));
+  return *place;
+}
+void clock_release_relaxed(machine *M, warp *w, i32 *into) {
+  if (w->fenced) clock_join(into, w->fenced, CLOCK_SENT * M->cap);
+  join_sent(M, into, w->vc);
+  clock_tick(w);
+}
+void clock_acquire_relaxed(machine *M, warp *w, const i32 *from) {
+  clock_join(clock_at(M, &w->unfenced), from, CLOCK_SENT * M->cap);
+  join_sent(M, w->vc, from);
+}
+/* order: AUX_ACQUIRE, AUX_RELEASE or both. */
+void clock_fence(machine *M, warp *w, u32 lanes, u32 order) {
+  if (!M->cap) return;
+  if (order & AUX_ACQUIRE && w->unfenced) clock_acquire(M, w, w->unfenced);
+  if (order & AUX_RELEASE) clock_release_lanes(M, w, clock_at(M, &w->fenced), lanes);
+}
+
 /* tcgen05.fence composes with every operation that orders threads (PTX ISA, "specialized inter-thread synchronization for
  * tcgen05 instructions"): what a thread has done to tensor memory before fence::before_thread_sync is ordered before its
  * later synchronisation, and what it does after fence::after_thread_sync behind its earlier one. */

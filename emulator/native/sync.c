@@ -325,10 +325,15 @@ EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       continue;
     }
     if (TRACKED(M)) {
+      i32 agent = m & (m - 1) ? w->agent : w->solo, sent = w->vc[agent];
       release_tensor(M, w, i->aux & 16);
-      clock_release_lanes(M, w, b->vc, m);
-      i32 agent = m & (m - 1) ? w->agent : w->solo;
-      incoming(M, w, c, agent, b->vc[agent], (i32)(i - M->insns));
+      if (i->aux & 16) {
+        clock_release_relaxed(M, w, b->vc);
+      } else {
+        clock_release_lanes(M, w, b->vc, m);
+        sent = b->vc[agent];
+      }
+      incoming(M, w, c, agent, sent, (i32)(i - M->insns));
     }
     if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon);
     if (i->o[0] != NONE) WROW(u64, i->o[0])[l] = b->phase;
@@ -359,7 +364,8 @@ EXPORT int sys_mbar_wait(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       result |= 1u << l;
       b->seen_phase = b->phase;
       if (TRACKED(M)) {
-        clock_acquire(M, w, released(M, b->vc));
+        if (i->aux & 16) clock_acquire_relaxed(M, w, released(M, b->vc));
+        else clock_acquire(M, w, released(M, b->vc));
         acquire_tensor(M, w, i->aux & 16);
       }
       if (M->flags & FLAG_RACE) horizon_adopt(M, w, b->horizon);
@@ -384,6 +390,13 @@ answer:
 }
 
 /* ------------------------------------------------------------------ fences */
+/* fence.acquire, release, acq_rel or sc up to cluster scope. aux as of clock_fence. */
+EXPORT int sys_fence(machine *M, warp *w, frag *f, const insn *i, u32 m) {
+  (void)f;
+  clock_fence(M, w, m, i->aux);
+  return SYS_NEXT;
+}
+
 /* fence.proxy.async orders generic accesses that happen before it with later accesses of the async proxy (PTX ISA,
  * "memory consistency model: proxies"): remember the clock up to which this warp's knowledge is fenced. */
 EXPORT int sys_fence_proxy(machine *M, warp *w, frag *f, const insn *i, u32 m) {

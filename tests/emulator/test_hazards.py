@@ -177,6 +177,43 @@ def test_global_memory_between_ctas():
     run_ptx(GLOBAL.format(**fenced), data, flag, out, grid=2, race=True)
 
 
+# Warp 0 hands a word to warp 1, by a relaxed arrival and a relaxed wait. Warp 1 writes what warp 0 has read.
+RELAXED = """
+    mov.u32 %r1, smem; setp.eq.u32 %p1, %tid, 0; setp.eq.u32 %p2, %warp, 0; setp.eq.u32 %p4, %lane, 0;
+    @%p1 mbarrier.init.shared.b64 [%r1], 1; bar.sync 0; @!%p2 bra READER;
+    {warp_0} bar.warp.sync -1; {release}
+    @%p1 mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%r1]; bra DONE;
+    READER: WAIT: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 %p3, [%r1], 0; @!%p3 bra WAIT;
+    {acquire} {warp_1} DONE:
+"""
+RELEASE = "fence.release.sync_restrict::shared::cta.cluster;"
+ACQUIRE = "fence.acquire.sync_restrict::shared::cluster.cluster;"
+STORE, LOAD = "@%p4 st.shared.b32 [%r1+8], 1;", "@%p4 ld.shared.b32 %r2, [%r1+8];"
+
+
+def relaxed(warp_0: str = STORE, warp_1: str = LOAD, release: str = "@%p1 " + RELEASE, acquire: str = ACQUIRE) -> None:
+    text = RELAXED.format(warp_0=warp_0, warp_1=warp_1, release=release, acquire=acquire)
+    run_ptx(text, block=64, shared=16, race=True, target="sm_100a")
+
+
+@pytest.mark.parametrize("words", [(STORE, LOAD), (LOAD, STORE), (STORE, STORE)])
+def test_relaxed_arrivals_and_waits_need_fences(words):
+    relaxed(*words)
+    relaxed(*words, release="fence.acq_rel.cta;", acquire="fence.sc.cluster;")
+    relaxed(*words, release="fence.acq_rel.gpu;", acquire="fence.acq_rel.sys;")
+    for dropped in ({"release": ""}, {"acquire": ""}, {"release": ACQUIRE}, {"acquire": RELEASE}):
+        with pytest.raises(Hazard, match="shared memory of rank 0"):
+            relaxed(*words, **dropped)
+
+
+def test_a_fence_covers_what_its_lanes_have_done_before():
+    relaxed(warp_0=RELEASE + STORE, release="@%p1 " + RELEASE)
+    with pytest.raises(Hazard, match="read is not ordered after write"):
+        relaxed(warp_0=RELEASE + STORE, release="")
+    with pytest.raises(Hazard, match="read is not ordered after write"):
+        relaxed(warp_0="@!%p4 st.shared.b32 [%r1+8], 1; @%p1 " + RELEASE, release="")
+
+
 HANDED_ON = """
     mov.u32 %r4, smem; setp.eq.u32 %p1, %tid, 0; setp.eq.u32 %p4, %tid, 32; mov.u32 %r1, %ctaid.x;
     @%p1 mbarrier.init.shared.b64 [%r4], 1; bar.sync 0; setp.eq.u32 %p2, %r1, 0; @!%p2 bra READER;
