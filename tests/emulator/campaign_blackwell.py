@@ -18,11 +18,13 @@ from helpers.batches.fp8 import Fp8Batch, Fp8MlaBatch
 from helpers.batches.mla import MlaBatch
 from helpers.batches.prefill import CAUSAL, Batch
 from helpers.device import equivalent_faults
-from helpers.device.equivalent_faults import next_warp_barrier
+from helpers.device.equivalent_faults import next_warp_barrier, places, reason_of_tensor_fence
 
 from hopwell.emulator.ptx import Kernel, Reg
 from hopwell.emulator.tools.faults import Fault, waits
 from hopwell.kernels import execute
+from hopwell.kernels.config import splitting
+from hopwell.kernels.jit import settings
 from hopwell.kernels.launch import geometry
 
 LENGTHS = [260, 3, 130, 2], [300, 10, 150, 0]
@@ -61,24 +63,21 @@ def mla_e4m3() -> None:
     mla(Fp8MlaBatch)
 
 
+def mla_invariant(kind: type[MlaBatch] = MlaBatch) -> None:
+    """Run batch-invariant MLA on two pairs. Requests have one or two chunks, and partials wait for used slots."""
+    kv_lens = [1030, 0, 1040, 5, 1100, 1025]
+    data = kind([1] * len(kv_lens), kv_lens, heads=70, head_dim=320, v_head_dim=256, magnitude=3.0, device="cpu")
+    few_slots = mock.patch.multiple(splitting, COMFORTABLE_BYTES=0, LATENT_UNDER_WAY=1)
+    alone = mock.patch.object(settings.BATCH_INVARIANT, "given", True)
+    with mock.patch.object(geometry, "EMULATED_SMS", 4), few_slots, alone:
+        execute(data.decode(16, sinks=torch.linspace(-1, 1, 70)))
+
+
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Return why an undetected fault changes nothing, or ""."""
     of_kernel = _reason_of_mla if "MlaSm100" in kernel.name else _reason_of_prefill
-    return equivalent_faults.equivalent(fault, kernel) or _reason_of_fence(fault, kernel) or of_kernel(fault, kernel)
-
-
-def places(kernel: Kernel, start: str, part: str = "") -> list[int]:
-    return [i.pc for i in kernel.instrs if i.op.startswith(start) and part in i.op]
-
-
-def _reason_of_fence(fault: Fault, kernel: Kernel) -> str:
-    if fault.kind == "drop tcgen05.fence":
-        accesses = [at for op in ("tcgen05.ld", "tcgen05.st", "tcgen05.mma") for at in places(kernel, op)]
-        if fault.sites[0] < min(accesses):
-            return "nobody has accessed tensor memory yet"
-        if fault.sites[0] > max(accesses):
-            return "only tcgen05.dealloc follows, which needs the order and no fence"
-    return ""
+    rules = equivalent_faults.equivalent, reason_of_tensor_fence, of_kernel
+    return next((reason for rule in rules if (reason := rule(fault, kernel))), "")
 
 
 def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
@@ -107,6 +106,11 @@ def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
     return ""
 
 
+def _next(kernel: Kernel, pc: int, starts: tuple[str, ...]) -> str:
+    """Return the next instruction behind ``pc`` that starts like this, or ""."""
+    return next((i.op for i in kernel.instrs[pc + 1 :] if i.op.startswith(starts)), "")
+
+
 def _precedes_scores(kernel: Kernel, pc: int) -> bool:
     """Whether the next product behind a fence has both operands in shared memory: S, before which P V has a fence."""
     product = next((i for i in kernel.instrs[pc:] if i.op.startswith("tcgen05.mma")), None)
@@ -126,6 +130,21 @@ def _reason_of_mla(fault: Fault, kernel: Kernel) -> str:
             return "the warp has met in its last access to tensor memory"
         if last.startswith("mbarrier.try_wait"):
             return "every lane of the relay has waited itself"
+        if last.startswith("mbarrier.arrive"):
+            return "the warp has just met, before it signalled its partial"
+    if fault.kind == "drop fence.release":
+        before = (i.op for i in reversed(kernel.instrs[:pc]))
+        if next(op for op in before if op.startswith(("tcgen05", "mbarrier", "fence"))).startswith("tcgen05.fence"):
+            return "only tensor memory changes hands, and tcgen05.fence orders it"
+        if _next(kernel, pc, ("fence.release", "tcgen05.commit")).startswith("fence.release") and pc > products[-1]:
+            return "the relay tells of Q before it tells of K, with a fence that covers both"
+    if fault.kind == "drop fence.acquire" and _next(kernel, pc, ("fence.acquire", "tcgen05.mma")) != "tcgen05.mma":
+        return "another wait follows before the next product, and its fence covers both"
+    if fault.kind == "drop global store":
+        if fault.text.endswith("], 0"):
+            return "the counter is 0 already, or its slot is not counted again on this problem"
+        if _next(kernel, pc, ("atom", "st.release", "bar", "mbarrier", "tcgen05")).startswith("atom"):
+            return "the first row of a share is 0 here, and an earlier share in its slot had the same counts"
     if fault.kind == "drop tcgen05.fence" and max(places(kernel, "tcgen05.ld")) < pc < products[-1]:
         return "the mma warp has one fence behind the waits of a step and another before each of its products"
     if fault.kind == "drop mbarrier wait" and follows.startswith("mbarrier.try_wait"):

@@ -49,7 +49,7 @@ def equivalent(fault: Fault, kernel: Kernel) -> str:
 
 def _own_reason(fault: Fault, kernel: Kernel) -> str:
     pc, before = fault.sites[0], kernel.instrs[: fault.sites[0]]
-    if fault.kind == "wrong barrier number" and not _names(kernel, int(fault.text.split()[1].rstrip(",")) + 1):
+    if equivalent_faults.uses_a_free_barrier(fault, kernel):
         return "all that meet do so here, and nobody uses the other barrier"
     if fault.kind == "drop fence.proxy.async" and before[-1].op.startswith("cp.async.wait"):
         return "lanes read Q themselves, through the proxy through which lanes have copied it"
@@ -57,11 +57,6 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
         products = [i.pc for i in kernel.instrs if i.op.startswith("mma.")]
         if "PrefillSm120" in kernel.name and pc == next_warp_barrier(kernel, products[-1]):
             return "the words of Q that lanes have read went into products of the whole warp"
-        if "SwapABDecodeSm90" in kernel.name and any(re.match(r"st\.\w+\.v4", i.op) for i in before[-4:]):
-            return "a node is read in another leaf, or when it has been counted: the warps meet in between"
+    if "SwapABDecodeSm90" in kernel.name and equivalent_faults.follows_a_node(fault, kernel):
+        return "a node is read in another leaf, or when it has been counted: the warps meet in between"
     return ""
-
-
-def _names(kernel: Kernel, barrier: int) -> bool:
-    """Whether an instruction names the barrier of this number."""
-    return any(re.match(rf"bar\.\w+ {barrier}\b", i.text) for i in kernel.instrs)

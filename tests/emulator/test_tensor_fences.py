@@ -103,7 +103,7 @@ def test_release_and_acquire_are_enough_outside_of_strict_mode(barriers):
 
 @pytest.mark.parametrize("dropped", [{"before_arrive": ""}, {"after_arrival": ""}, {"after_result": ""}])
 def test_relaxed_barriers_need_the_fences_in_every_mode(dropped):
-    with pytest.raises(Hazard, match="race: (read|write) is not ordered after write"):
+    with pytest.raises(Hazard, match=r"race: (read|write) is not ordered after write"):
         hand_over({"race": True}, **{**RELAXED, **dropped})
     released = RELAXED["arrive"].replace("@%p1", "@%p1 fence.release.sync_restrict::shared::cta.cluster; @%p1")
     acquire = "fence.acquire.sync_restrict::shared::cluster.cluster;"

@@ -27,6 +27,10 @@ REASONS = (
 )
 
 
+def places(kernel: Kernel, start: str, part: str = "") -> list[int]:
+    return [i.pc for i in kernel.instrs if i.op.startswith(start) and part in i.op]
+
+
 def next_warp_barrier(kernel: Kernel, pc: int) -> int:
     return next((i.pc for i in kernel.instrs[pc:] if i.op.startswith("bar.warp.sync")), -1)
 
@@ -58,9 +62,42 @@ def equivalent(fault: Fault, kernel: Kernel) -> str:
         return "the warp meets again when it reads its next tile, before it writes to its staging rows"
     if fault.kind == "drop bar.warp.sync" and every_lane_arrives(kernel, fault.sites[0] + 1):
         return "every lane says itself that it has read; a warp that has parted, as in merges, has to meet nevertheless"
-    # Rows before and after a tile's visible keys are zeroed one after the other, each with a fence and a warp barrier
-    # of its own. The second pair covers the first.
-    fences = [i.pc for i in kernel.instrs if i.op.startswith("fence.proxy.async")]
-    if len(fences) > 1 and fault.sites[0] in (fences[0], fences[0] + 1):
+    if fault.kind in ("drop fence.proxy.async", "drop bar.warp.sync") and _zeroes_again(kernel, fault.sites[0]):
         return "the same again follows before anything is published"
+    return ""
+
+
+def _zeroes_again(kernel: Kernel, pc: int) -> bool:
+    """Whether ``pc`` is behind zeros for the rows before a tile's visible keys. Zeros for the rows behind them follow,
+    with a fence and a warp barrier of their own, which cover the first ones."""
+    fence = pc - 1 if kernel.instrs[pc].op.startswith("bar.warp.sync") else pc
+    others = ("fence", "mbarrier", "bar.sync", "bar.arrive", "barrier", "ld.shared", "cp.async", "tcgen05", "wgmma")
+    ops = (i.op for i in kernel.instrs[fence + 1 :] if i.op.startswith(others))
+    return all(op.startswith("fence.proxy.async") for op in (kernel.instrs[fence].op, next(ops, "")))
+
+
+def names(kernel: Kernel, barrier: int) -> bool:
+    """Whether an instruction names the barrier of this number."""
+    return any(re.match(rf"bar\.\w+ {barrier}\b", i.text) for i in kernel.instrs)
+
+
+def uses_a_free_barrier(fault: Fault, kernel: Kernel) -> bool:
+    """Whether a fault replaces the number of a barrier by one that no instruction uses."""
+    return fault.kind == "wrong barrier number" and not names(kernel, int(fault.text.split()[1].rstrip(",")) + 1)
+
+
+def follows_a_node(fault: Fault, kernel: Kernel) -> bool:
+    """Whether a fault drops the warp barrier behind the store of a tree's node."""
+    before = kernel.instrs[: fault.sites[0]]
+    return fault.kind == "drop bar.warp.sync" and any(re.match(r"st\.\w+\.v4", i.op) for i in before[-4:])
+
+
+def reason_of_tensor_fence(fault: Fault, kernel: Kernel) -> str:
+    """Return why a dropped fence at an end of the kernel changes nothing, or ""."""
+    if fault.kind == "drop tcgen05.fence":
+        accesses = [at for op in ("tcgen05.ld", "tcgen05.st", "tcgen05.mma") for at in places(kernel, op)]
+        if fault.sites[0] < min(accesses):
+            return "nobody has accessed tensor memory yet"
+        if fault.sites[0] > max(accesses):
+            return "only tcgen05.dealloc follows, which needs the order and no fence"
     return ""
