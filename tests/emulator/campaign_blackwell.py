@@ -134,7 +134,7 @@ def _reason_of_mla(fault: Fault, kernel: Kernel) -> str:
             return "the warp has just met, before it signalled its partial"
     if fault.kind == "drop fence.release":
         before = (i.op for i in reversed(kernel.instrs[:pc]))
-        if next(op for op in before if op.startswith(("tcgen05", "mbarrier", "fence"))).startswith("tcgen05.fence"):
+        if next(op for op in before if op.startswith(("tcgen05", "mbarrier.try", "fence"))).startswith("tcgen05.fence"):
             return "only tensor memory changes hands, and tcgen05.fence orders it"
         if _next(kernel, pc, ("fence.release", "tcgen05.commit")).startswith("fence.release") and pc > products[-1]:
             return "the relay tells of Q before it tells of K, with a fence that covers both"

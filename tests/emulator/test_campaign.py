@@ -12,7 +12,7 @@ from hopwell import emulator
 from hopwell.emulator.ptx import parse_module
 from hopwell.emulator.tools.campaign import Campaign, run_campaign, summary
 from hopwell.emulator.tools.faults import faults
-from tests.emulator import campaign_blackwell, campaign_prefill, campaign_sm120
+from tests.emulator import campaign_blackwell, campaign_blackwell_decode, campaign_prefill, campaign_sm120
 
 # Warp 0 hands 32 numbers to warp 1, which doubles them. The second bar.sync orders nothing.
 HAND_OVER = """
@@ -56,6 +56,18 @@ def test_faults_of_a_hand_over():
     assert 0 < campaign.rate < 1
     assert any("NOT DETECTED" in line for line in said)
     assert "undetected at PTX lines" in "\n".join(summary(campaign))
+
+
+def test_faults_of_fences_at_relaxed_barriers():
+    """The arrival and the wait are relaxed. Fences restricted to shared memory order the hand-over."""
+    release = "@%p1 fence.release.sync_restrict::shared::cta.cluster; @%p1 mbarrier.arrive.relaxed.cluster"
+    text = HAND_OVER.replace("@%p1 mbarrier.arrive.shared", f"{release}.shared::cluster")
+    text = text.replace("parity.shared", "parity.relaxed.cluster.shared::cta")
+    text = text.replace("ld.shared.b32 %r5", "fence.acquire.sync_restrict::shared::cluster.cluster; ld.shared.b32 %r5")
+    with emulator.use("sm_100a"):
+        campaign = run_campaign(lambda: run_ptx(text, empty(32), block=64, shared=520, target="sm_100a"), say=[].append)
+    found = outcomes(campaign)
+    assert found["drop fence.release"] == found["drop fence.acquire"] == ["race"]
 
 
 # CTA 0 commits a product (tcgen05.shift stands for it) to both CTAs; CTA 1 answers at CTA 0's second mbarrier.
@@ -181,7 +193,8 @@ def test_prefill_kernel():
     assert campaign.rate >= 0.99, "\n".join(summary(campaign))
 
 
-OF_PAIRS = ["drop remote arrive", "commit to one CTA", "own CTA for a peer"]
+FENCES = ["drop fence.release", "drop fence.acquire"]
+OF_PAIRS = ["drop remote arrive", "commit to one CTA", "own CTA for a peer", *FENCES]
 
 
 @pytest.mark.emulator
@@ -193,6 +206,7 @@ OF_PAIRS = ["drop remote arrive", "commit to one CTA", "own CTA for a peer"]
         (campaign_blackwell.prefill_e4m3, []),
         (campaign_blackwell.mla, OF_PAIRS),
         (campaign_blackwell.mla_e4m3, OF_PAIRS),
+        (campaign_blackwell.mla_invariant, [*OF_PAIRS, "drop fence.acq_rel"]),
     ],
 )
 def test_blackwell_kernels(case: Callable[[], None], more_kinds: list[str]) -> None:
@@ -202,6 +216,30 @@ def test_blackwell_kernels(case: Callable[[], None], more_kinds: list[str]) -> N
         campaign = run_campaign(case, kinds=kinds, say=lambda _: None, equivalent=campaign_blackwell.equivalent)
     assert set(outcomes(campaign)) == set(kinds)
     assert len(campaign.effective()) > 25
+    assert campaign.rate == 1, "\n".join(summary(campaign))
+
+
+@pytest.mark.emulator
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("case", "effective"),
+    [
+        (campaign_blackwell_decode.decode, 35),
+        (campaign_blackwell_decode.decode_e4m3, 42),
+        (campaign_blackwell_decode.decode_nvfp4, 42),
+        (campaign_blackwell_decode.few_rows, 75),
+        (campaign_blackwell_decode.few_rows_e4m3, 75),
+        (campaign_blackwell_decode.few_rows_8_bit, 36),
+    ],
+)
+def test_blackwell_kernels_of_few_rows(case: Callable[[], None], effective: int) -> None:
+    """Faults in the order of shared and tensor memory; emulator/README.md has the result of all kinds."""
+    of_tensor_memory = [f"drop tcgen05.{name}" for name in ("wait", "commit", "dealloc", "fence")]
+    kinds = ["drop bar.sync", "drop bar.warp.sync", "drop mbarrier.arrive", "drop fence.proxy.async", *of_tensor_memory]
+    with emulator.use("sm_100a"):
+        campaign = run_campaign(case, kinds=kinds, say=lambda _: None, equivalent=campaign_blackwell_decode.equivalent)
+    assert set(outcomes(campaign)) == set(kinds)
+    assert len(campaign.effective()) > effective
     assert campaign.rate == 1, "\n".join(summary(campaign))
 
 
