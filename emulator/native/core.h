@@ -322,10 +322,11 @@ cta *shared_cta(machine *M, warp *w, const insn *i, u32 address, int lane);
 void world_new(machine *M, i32 n_clusters);
 void world_free(machine *M);
 void horizon_free(machine *M, warp *w);
-void global_touch(machine *M, warp *w, region *r, u64 address, u32 n, int write, const insn *i);
-void global_order(machine *M, warp *w, u64 address, const insn *i);
-void shared_order(machine *M, warp *w, const cta *c, u32 offset, const insn *i);
-void horizon_publish(machine *M, warp *w, u32 *barrier);
+void global_touch(machine *M, warp *w, region *r, u64 address, u32 n, int write, int lane, const insn *i);
+void global_order(machine *M, warp *w, u64 address, int lane, const insn *i);
+void shared_order(machine *M, warp *w, const cta *c, u32 offset, int lane, const insn *i);
+void horizon_sync(machine *M, warp *w);
+void horizon_publish(machine *M, warp *w, u32 *barrier, u32 lanes);
 void horizon_adopt(machine *M, warp *w, u32 barrier);
 
 /* entry points that other files of the core use too */

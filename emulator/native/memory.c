@@ -131,8 +131,8 @@ static u8 *global_bytes(machine *M, warp *w, const insn *i, u64 address, u32 n, 
       if (!r->written[at + b]) { fail(M, w, i, ERR_UNINIT_GLOBAL, lane, address + b, n); return NULL; }
   }
   if (M->flags & FLAG_RACE) {
-    if (i->aux & AUX_STRONG) global_order(M, w, address, i);
-    else global_touch(M, w, r, address, n, write, i);
+    if (i->aux & AUX_STRONG) global_order(M, w, address, lane, i);
+    else global_touch(M, w, r, address, n, write, lane, i);
   }
   return r->host + at;
 }
@@ -141,7 +141,7 @@ static u8 *global_bytes(machine *M, warp *w, const insn *i, u64 address, u32 n, 
 static void shared_access(machine *M, warp *w, cta *c, u32 offset, u32 n, u32 touch, int lane, const insn *i) {
   if (!(M->flags & (FLAG_RACE | FLAG_PROXY))) return;
   shadow_lanes(M, w, c, offset, n, touch | (i->aux & AUX_STRONG ? TOUCH_STRONG : 0), lane, i);
-  if (M->flags & FLAG_RACE) shared_order(M, w, c, offset, i);
+  if (M->flags & FLAG_RACE) shared_order(M, w, c, offset, lane, i);
 }
 
 static u8 *local_bytes(machine *M, warp *w, const insn *i, u64 address, u32 n, int lane) {

@@ -67,6 +67,7 @@ void clock_sync_lanes(machine *M, warp *w) {
   w->synced = w->vc[w->agent], w->solo_synced = w->vc[w->solo];
   w->accessors = w->solo_lanes = 0;
   clock_tick(w);
+  if (M->flags & FLAG_RACE) horizon_sync(M, w);
 }
 void clock_acquire(machine *M, warp *w, const i32 *from) {
   clock_join(w->vc, from, SHARED_PARTS * M->cap);

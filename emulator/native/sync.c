@@ -120,7 +120,7 @@ EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     release_tensor(M, w, 0);
     clock_release(M, w, b->vc);
   }
-  if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon);
+  if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon, FULL);
   M->progress++;
   u32 generation = b->generation;
   barrier_settle(M, c, b);
@@ -335,7 +335,7 @@ EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       }
       incoming(M, w, c, agent, sent, (i32)(i - M->insns));
     }
-    if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon);
+    if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon, m);
     if (i->o[0] != NONE) WROW(u64, i->o[0])[l] = b->phase;
     if (i->aux & 4) b->count--;
     if (mbar_arrive(M, w, i, c, b, kind == 1 ? 1 : (i64)n, kind == 1 ? (i64)n : 0)) return SYS_ERROR;

@@ -132,6 +132,9 @@ def _reason_of_mla(fault: Fault, kernel: Kernel) -> str:
             return "every lane of the relay has waited itself"
         if last.startswith("mbarrier.arrive"):
             return "the warp has just met, before it signalled its partial"
+        signals = _next(kernel, pc, ("mbarrier", "ld.", "st.", "atom")).startswith("mbarrier.arrive")
+        if last.startswith("fence.acq_rel") and signals:
+            return "the lane that has polled signals itself"
     if fault.kind == "drop fence.release":
         before = (i.op for i in reversed(kernel.instrs[:pc]))
         if next(op for op in before if op.startswith(("tcgen05", "mbarrier.try", "fence"))).startswith("tcgen05.fence"):

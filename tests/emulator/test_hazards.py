@@ -214,6 +214,30 @@ def test_a_fence_covers_what_its_lanes_have_done_before():
         relaxed(warp_0="@!%p4 st.shared.b32 [%r1+8], 1; @%p1 " + RELEASE, release="")
 
 
+# Warp 0 of CTA 1 reads what all lanes of warp 0 of CTA 0 have written. One lane releases, one lane acquires.
+WARPS = """
+    setp.eq.u32 %p1, %lane, 0; mov.u32 %r1, %ctaid.x; setp.eq.u32 %p2, %r1, 0; shl.b32 %r3, %lane, 2;
+    cvt.u64.u32 %d1, %r3; add.u64 %d2, %a0, %d1; add.u64 %d3, %a2, %d1; @!%p2 bra READER;
+    st.global.b32 [%d2], 5; {written} @%p1 st.release.gpu.global.b32 [%a1], 1; bra DONE;
+    READER: @!%p1 bra READ; SPIN: ld.acquire.gpu.global.b32 %r2, [%a1]; setp.eq.u32 %p3, %r2, 0; @%p3 bra SPIN;
+    READ: {acquired} {guard} ld.global.b32 %r5, [%d2]; st.global.b32 [%d3], %r5; DONE:
+"""
+
+
+def test_global_memory_between_lanes_of_warps():
+    """A lane releases and acquires for its warp only if the warp synchronises."""
+
+    def run(written: str = "bar.warp.sync -1;", acquired: str = "bar.warp.sync -1;", guard: str = "") -> None:
+        text = WARPS.format(written=written, acquired=acquired, guard=guard)
+        run_ptx(text, empty(32), empty(1), empty(32), grid=2, race=True)
+
+    run()
+    run(acquired="", guard="@%p1")
+    for dropped in ({"written": ""}, {"acquired": ""}):
+        with pytest.raises(Hazard, match="global memory, arg0"):
+            run(**dropped)
+
+
 HANDED_ON = """
     mov.u32 %r4, smem; setp.eq.u32 %p1, %tid, 0; setp.eq.u32 %p4, %tid, 32; mov.u32 %r1, %ctaid.x;
     @%p1 mbarrier.init.shared.b64 [%r4], 1; bar.sync 0; setp.eq.u32 %p2, %r1, 0; @!%p2 bra READER;
