@@ -2,6 +2,9 @@
 
 ``environments.toml`` lists the names and the exact versions. hopwell comes from this checkout. The Python of the
 environment runs the client's tests: ``FOLDER/bin/python -m pytest -m clients tests/clients/FILE``.
+
+PyPI's torch brings 3 GB of CUDA libraries. With ``PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu`` pip takes
+the CPU build of the same version.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ def make(name: str, folder: pathlib.Path) -> None:
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
     subprocess.run([*pip, *table["packages"], *TEST_TOOLS], check=True)
+    pip.append("--no-warn-conflicts")  # a client misses the dependencies that its table leaves out
     if table.get("without_dependencies"):
         subprocess.run([*pip, "--no-deps", *table["without_dependencies"]], check=True)
     subprocess.run([*pip, "-e", str(HERE.parent.parent)], check=True)

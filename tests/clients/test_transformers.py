@@ -1,4 +1,6 @@
-"""transformers generates with hopwell's kernels. Environments: transformers-5.17, -5.20, -newest.
+"""transformers generates with hopwell's kernels.
+
+Environments: transformers-5.17, transformers-5.20, transformers-newest.
 
 Every token must be the choice of eager attention, given the tokens before it, or equal to it within bf16's rounding.
 """
