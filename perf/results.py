@@ -313,7 +313,8 @@ class Run:
         for axes, row in zip(panels, rows, strict=True):
             first = workloads.index(row[0])
             self._bars(axes, row, {name: rates[first : first + len(row)] for name, rates in shown.items()})
-            axes.set_xlim(-0.5, columns - 0.5)
+            margin = (columns - len(row)) / 2 if len(rows) == 1 else 0  # a short row alone stands in the middle
+            axes.set_xlim(-0.5 - margin, columns - 0.5 - margin)
         self._finish(figure, path, "" if group == SIXTEEN_BITS else f" in {group}")
 
     def _bars(self, axes: Any, workloads: Sequence[str], shown: Figures) -> None:
