@@ -47,7 +47,10 @@ def test_registration_activation_and_removal() -> None:
 
 
 def test_every_operator_exists() -> None:
-    assert all(hasattr(torch.ops.aten, name) for name in pytorch.KERNELS)
+    """PyTorch 2.11 does not have the operator that writes into a given tensor."""
+    missing = {name for name in pytorch.KERNELS if not hasattr(torch.ops.aten, name)}
+    added = {"_flash_attention_forward_no_dropout_inplace"} if torch.__version__.startswith("2.11.") else set()
+    assert missing == added
 
 
 def test_other_arguments_are_refused(on_cpu: None) -> None:
