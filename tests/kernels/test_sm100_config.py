@@ -10,17 +10,17 @@ import torch
 from helpers.cases.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 from helpers.covering.configs import covering_blackwell_configs
 
-from hopwell.kernels.config.base import DTYPES, KvFetch, kv_fetch
+from hopwell.kernels.config.base import DTYPES, KvFetch, KvType, kv_fetch
 from hopwell.kernels.config.prefill import resolve_prefill
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
+from hopwell.kernels.problem import AttentionProblem, BlockScales, MaskKind, ScoreKind
 from hopwell.kernels.registry import build, resolve, shipped_configs
 from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 from hopwell.kernels.sm100.prefill import config as sm100_config
 from hopwell.kernels.sm100.prefill.config import Q_TILES, TILES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.kernel import PrefillSm100
-from hopwell.kernels.support import COMMON_HEAD_DIMS
+from hopwell.kernels.support import COMMON_HEAD_DIMS, NVFP4_HEAD_DIMS
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 from hopwell.kernels.warp_mma.prefill.kernel import PrefillSm120
 
@@ -114,18 +114,26 @@ class TestResolve:
         with pytest.raises(NotImplementedError, match=message):
             resolve_own(paged(*cache("tuple-HND", 16, dims)), arch)
 
-    def test_narrow_caches_with_16_bit_queries_are_refused(self, arch: str) -> None:
-        for types, message in (
-            (dict(dtype=torch.float8_e4m3fn), "dequantized e4m3"),
-            (dict(dtype=torch.uint8), "dequantized nvfp4"),
-        ):
-            is_packed = types["dtype"] is torch.uint8
-            key, value = cache("tuple-HND", 16, (64, 64) if is_packed else (128, 128), **types)
-            problem = replace(paged(*cache("tuple-HND", 16, (128, 128))), key=key, value=value)
-            if is_packed:
-                problem = replace(problem, kv_scales=(key, value))
-            with pytest.raises(NotImplementedError, match=f"{message} K and V have no kernel on {arch}"):
-                resolve_own(problem, arch)
+    @pytest.mark.parametrize("dims", [dims for dims in TILES if dims[0] % 16 == 0], ids=str)  # rows that TMA takes
+    def test_e4m3_caches_with_16_bit_queries(self, dims: tuple[int, int], arch: str) -> None:
+        """Their tiles are those of 16-bit caches, because K and V are dequantized in place."""
+        key, value = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
+        wide = paged(*cache("tuple-HND", 16, dims))
+        problem = replace(wide, key=key, value=value)
+        found = resolve_own(problem, arch)
+        assert found == resolve(problem, arch)
+        assert (found.dtype, found.kv_type, found.matrix_instruction) == ("bf16", KvType.E4M3, "tcgen05")
+        assert found.tile == resolve_own(wide, arch).tile
+
+    @pytest.mark.parametrize("dims", NVFP4_HEAD_DIMS, ids=str)
+    def test_nvfp4_caches(self, dims: tuple[int, int], arch: str) -> None:
+        wide = paged(*cache("tuple-HND", 16, dims))
+        key, value = cache("tuple-HND", 16, (dims[0] // 2, dims[1] // 2), dtype=torch.uint8)
+        scales = cache("tuple-HND", 16, (dims[0] // 16, dims[1] // 16), dtype=torch.float8_e4m3fn)
+        problem = replace(wide, key=key, value=value, kv_scales=BlockScales(*scales, interleaves_v=True))
+        found = resolve(problem, arch)
+        assert found.kv_type is KvType.NVFP4
+        assert isinstance(found, Sm100PrefillConfig) == (dims in TILES)
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_e4m3(self, dims: tuple[int, int], arch: str) -> None:
@@ -183,10 +191,11 @@ class TestResources:
         with pytest.raises(ValueError, match="the kernel needs 544 columns of tensor memory, 512 are there"):
             config()
 
+    @pytest.mark.parametrize("kv_type", [KvType.WIDE, KvType.E4M3, KvType.NVFP4])
     @pytest.mark.parametrize("out", ["bf16", "e4m3", "nvfp4"])
-    def test_registers_add_up(self, out: str) -> None:
+    def test_registers_add_up(self, out: str, kv_type: KvType) -> None:
         """setmaxnreg takes multiples of 8 from 24 to 256, and can only redistribute the launch registers."""
-        registers = replace(config(), out_dtype=out).registers
+        registers = replace(config(), out_dtype=out, kv_type=kv_type).registers
         launched = REGISTERS // (WARPGROUP * len(registers)) // 8 * 8
         assert sum(registers) == launched * len(registers)
         assert all(count % 8 == 0 and 24 <= count <= 256 for count in registers)

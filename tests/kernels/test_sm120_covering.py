@@ -45,6 +45,9 @@ PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, TOPK: 16}
 PREFILL = dict(q_lens=[70, 3], kv_lens=[130, 80], heads=4, kv_heads=2, head_dim=64, device="cpu")
 
 
+BLACKWELL_PREFILL = PREFILL | dict(head_dim=192)  # tcgen05 serves head dims up to 128 there
+
+
 def pages(size: int | None) -> tuple[KvFetch, int]:
     return CONTIGUOUS if size is None else ROWS if size < 8 else PAGES16 if size <= 16 else PAGES64
 
@@ -90,18 +93,19 @@ def in_schedules(launch: Callable[[], torch.Tensor], arch: str) -> torch.Tensor:
 
 
 def run_prefill(cell: Cell, arch: str) -> None:
+    sizes: dict[str, Any] = PREFILL if arch == ARCH else BLACKWELL_PREFILL
     mask, size, (dtype, kv_type) = MASKS[cell.mask], PAGE_SIZES[cell.pages], cell.types
     if kv_type is KvType.NVFP4:
         run_nvfp4(cell, arch)
         return
     sinks, score = torch.linspace(-2.0, 2.0, 4), Score(cell.score, CAPS.get(cell.score, 0.0))
     if dtype == "e4m3":
-        data = Fp8Batch(**PREFILL)
+        data = Fp8Batch(**sizes)
         out_dtype = NARROW_OUTS.get(cell.out, torch.bfloat16)
         problem = data.in_fp8(size, mask, out_dtype, score=score, sinks=sinks, lse=data.ragged_lse())
         data.check_fp8(in_schedules(served(cell, problem, arch), arch), mask, score=score, sinks=sinks)
         return
-    data = Batch(dtype=DTYPES[dtype], **PREFILL)
+    data = Batch(dtype=DTYPES[dtype], **sizes)
     if kv_type is KvType.E4M3:
         round_keys_and_values(data)
     results = dict(lse=data.ragged_lse(), statistics=data.statistics())
@@ -126,7 +130,8 @@ def run_nvfp4(cell: Cell, arch: str) -> None:
     """
     mask, size = MASKS[cell.mask], PAGE_SIZES[cell.pages]
     q_dtype = torch.float8_e4m3fn if cell.out in NARROW_OUTS else DTYPES[cell.types[0]]
-    data = LowPrecisionBatch(kv_dtype=NVFP4, q_dtype=q_dtype, **PREFILL)
+    sizes: dict[str, Any] = PREFILL if arch == ARCH else BLACKWELL_PREFILL
+    data = LowPrecisionBatch(kv_dtype=NVFP4, q_dtype=q_dtype, **sizes)
     key, value, table = data.pages(size)
     given = data.options(mask) | dict(kv_block_scales=data.block_scales(size, "interleaved"))
     given |= dict(sinks=torch.linspace(-2.0, 2.0, 4))

@@ -11,7 +11,12 @@ from dataclasses import replace
 
 import pytest
 from _pytest.mark import ParameterSet
-from helpers.covering.configs import COVERING_PAIR_MLA, covering_blackwell_configs, tcgen05_configs
+from helpers.covering.configs import (
+    COVERING_PAIR_MLA,
+    covering_blackwell_configs,
+    covering_blackwell_narrow_configs,
+    tcgen05_configs,
+)
 from helpers.covering.sm100_decode import COVERING_SM100_DECODE
 
 from hopwell.kernels.config.base import KernelConfig
@@ -44,7 +49,7 @@ def cell(config: KernelConfig) -> tuple[Hashable, ...]:
 def cases() -> Iterator[ParameterSet]:
     """Yield all kernels. Covering ones and the first of each cell belong to every set of tests, others to the nightly
     one."""
-    covering = {*covering_blackwell_configs(), *COVERING_SM100_DECODE}
+    covering = {*covering_blackwell_configs(), *covering_blackwell_narrow_configs(), *COVERING_SM100_DECODE}
     cells: set[object] = set()
     for config in tcgen05_configs():
         stands_for_others = config in covering or cell(config) not in cells

@@ -29,11 +29,12 @@ from tests.mla import test_sm100_few_rows as mla_few_rows
 from tests.mla import test_sm120 as mla_sm120
 from tests.prefill import test_emulated as prefill_emulated
 from tests.prefill import test_sm100 as prefill_sm100
+from tests.prefill import test_sm100_narrow as prefill_sm100_narrow
 
 ROOT = Path(__file__).parents[2]
 NAMING_KERNELS = (
     *(decode_emulated, decode_sm100, decode_sm120, decode_compile, kernels_compile, mla_emulated, mla_sm120),
-    *(mla_few_rows, mla_few_rows_compile, prefill_emulated, prefill_sm100),
+    *(mla_few_rows, mla_few_rows_compile, prefill_emulated, prefill_sm100, prefill_sm100_narrow),
 )
 
 

@@ -18,29 +18,27 @@ Q_TILE_ROWS = 128  # lanes of tensor memory
 
 HALVES = 2  # of a step's keys: two softmax threads share a row
 SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 96, 56, 40
+
+
+def _roles(correction: int, producers: int, **more: Role) -> RoleTable:
+    """Return the roles with these registers for a thread of correction, and of the warps that load, schedule and issue
+    products."""
+    softmax, producer = Role(4 * Q_TILES * HALVES, SOFTMAX_REGISTERS), Role(1, producers)
+    others = dict.fromkeys(("mma", "load_k", "load_v", "load_q"), producer)
+    return RoleTable(dict(softmax=softmax, correction=Role(4, correction)) | others | more)
+
+
 # Four warpgroups compute softmax: each thread has half of a row of scores. One warpgroup corrects and stores O, 16
 # columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of 768
 # threads at launch. A step has 9 to 30 instructions for spills, up to 51 with slopes or caps. It pays: with one thread
 # for each row, which has 200 registers, a step's softmax takes 1900 instead of 1070 cycles (``python -m hopwell.perf
 # model``, 2026-11-26).
-ROLES = RoleTable(
-    dict(
-        softmax=Role(4 * Q_TILES * HALVES, SOFTMAX_REGISTERS),
-        correction=Role(4, CORRECTION_REGISTERS),
-        mma=Role(1, PRODUCER_REGISTERS),
-        load_k=Role(1, PRODUCER_REGISTERS),
-        load_v=Role(1, PRODUCER_REGISTERS),
-        load_q=Role(1, PRODUCER_REGISTERS),
-    )
-)
-# Kernels over narrow caches have four more warps, which dequantize. The sum equals the registers of 896 threads.
-DEQUANT_REGISTERS = dict(softmax=88, correction=48, dequantize=64)
-DEQUANT_ROLES = RoleTable(
-    {
-        name: Role(role.warps, DEQUANT_REGISTERS.get(name, role.registers))
-        for name, role in (ROLES.roles | dict(dequantize=Role(4, 0))).items()
-    }
-)
+ROLES = _roles(CORRECTION_REGISTERS, PRODUCER_REGISTERS)
+# Over narrow caches four more warps dequantize, and the sum equals the registers of 896 threads. Softmax keeps its
+# registers. Other shares spill more, also those with more registers for correction or dequantization: over NVFP4 at
+# head dim 128, dequantization has 2 instructions for spills a step, and 33 with 88, 48, 40 and 64 registers
+# (2026-11-27).
+DEQUANT_ROLES = _roles(32, 32, dequantize=Role(4, 56))
 
 
 def _tile(n: int, kv_stages: int) -> Tile:

@@ -208,11 +208,46 @@ def covering_blackwell_fp8_configs(arch: str = "sm_100a") -> list[Sm100PrefillCo
     ]
 
 
+def covering_blackwell_narrow_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig]:
+    """Return Blackwell prefill kernels over e4m3 and NVFP4 caches: every head dim of a tile, fetch, mask, score, output
+    and kind of scales once with each cache."""
+    full, causal, window, chunked = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED
+    narrow, middle, unequal, uneven = (64, 64), (128, 128), (192, 128), dict(uneven_pages=True)
+    of_heads, linear = dict(k_head_scales=True, v_head_scales=True), dict(linear_v_scales=True)
+    e4m3: list[tuple[str, str, tuple[int, int], MaskKind, tuple[KvFetch, int], dict[str, Any]]] = [
+        ("bf16", "bf16", middle, causal, PAGES16, {}),
+        ("fp16", "fp16", middle, full, CONTIGUOUS, {}),
+        ("bf16", "bf16", middle, window, ROWS, uneven),
+        ("bf16", "bf16", middle, causal, CONTIGUOUS, dict(score=ScoreKind.SOFT_CAP)),
+        ("fp16", "fp16", narrow, causal, PAGES64, dict(skip_softmax=True)),
+        ("bf16", "e4m3", narrow, full, ROWS, {}),
+        ("bf16", "nvfp4", middle, causal, PAGES16, of_heads),
+        ("bf16", "bf16", unequal, chunked, PAGES16, {}),
+        ("bf16", "bf16", (80, 80), causal, PAGES16, dict(score=ScoreKind.ALIBI)),  # padded columns
+    ]
+    nvfp4: list[tuple[str, str, tuple[int, int], MaskKind, tuple[KvFetch, int], dict[str, Any]]] = [
+        ("bf16", "bf16", middle, causal, PAGES16, {}),
+        ("fp16", "fp16", middle, window, ROWS, {}),
+        ("bf16", "bf16", middle, causal, PAGES64, dict(skip_softmax=True)),
+        ("fp16", "bf16", narrow, full, PAGES64, {}),  # queries that were e4m3
+        ("fp16", "e4m3", narrow, causal, PAGES16, linear),
+        ("bf16", "bf16", narrow, causal, ROWS, linear | uneven | dict(score=ScoreKind.SOFT_CAP)),
+        ("bf16", "nvfp4", middle, causal, ROWS, of_heads),
+        ("fp16", "fp16", unequal, chunked, PAGES16, {}),
+        ("bf16", "bf16", unequal, causal, PAGES16, dict(score=ScoreKind.ALIBI)),
+    ]
+    return [
+        Sm100PrefillConfig(arch, dtype, out, *dims, mask, *fetch, kv_type=kv_type, **choices)
+        for kv_type, chosen in ((KvType.E4M3, e4m3), (KvType.NVFP4, nvfp4))
+        for dtype, out, dims, mask, fetch, choices in chosen
+    ]
+
+
 def tcgen05_configs() -> list[KernelConfig]:
     """Return every registered kernel with tcgen05, and the covering ones that are compiled on demand."""
     shipped = (c for arch in BLACKWELL for family in Family for c in shipped_configs(arch, family))
     found = dict.fromkeys(c for c in shipped if c.matrix_instruction.startswith("tcgen05"))
-    kinds = (covering_blackwell_configs, covering_blackwell_fp8_configs)
+    kinds = (covering_blackwell_configs, covering_blackwell_fp8_configs, covering_blackwell_narrow_configs)
     return [*(found | dict.fromkeys(c for arch in BLACKWELL for kind in kinds for c in kind(arch)))]
 
 
