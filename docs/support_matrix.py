@@ -48,9 +48,9 @@ MLA_NOTES = ("", "(6)", "(5)")
 ROWS = (
     Row("Prefill, bf16 or fp16, head dim 64, 128, 192/128", CONTEXT, ("16bit", "head_dim"), ("", "(1)", "")),
     Row("Prefill, bf16 or fp16, other head dims up to 512", CONTEXT, ("multiple_head_dim", "large_head_dim")),
-    Row("Prefill, fp8 KV cache, bf16 or fp16 query", CONTEXT, ("fp8_kv",)),
+    Row("Prefill, fp8 KV cache, bf16 or fp16 query", CONTEXT, ("fp8_kv",), ("", "(8)", "")),
     Row("Prefill, fp8 KV cache, fp8 query", CONTEXT, ("fp8",), ("", "(2)", "(3)")),
-    Row("Prefill, NVFP4 KV cache", CONTEXT, ("nvfp4_kv",)),
+    Row("Prefill, NVFP4 KV cache", CONTEXT, ("nvfp4_kv",), ("", "(8)", "")),
     Row("Decode, bf16 or fp16 KV cache", XQA, ("16bit",), ("", "(7)", "")),
     Row("Decode, fp8, int8 or NVFP4 KV cache", XQA, ("fp8_kv", "int8_kv", "nvfp4_kv"), ("(4)", "(7)", "")),
     Row("Decode, fp8 KV cache, fp8 query", XQA, ("fp8",), ("(4)", "(7)", "")),
@@ -73,7 +73,9 @@ NOTES = """\
    32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
    Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
 6. More than 16 rows have pairs of CTAs with 128 rows a tile. These kernels have run on the emulator only.
-7. Up to 64 rows (16 at head dims 144 to 256, 8 over NVFP4 caches). More rows, and head dim 512, use `mma.sync`.
+7. Up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow caches. More rows, and head dim 512, use
+   `mma.sync`.
+8. Head dims up to 128, and 192/128. Others use `mma.sync`. Four warps dequantize K and V in shared memory.
 """
 SHORT_NAMES = {
     support.CONTEXT: "context prefill",

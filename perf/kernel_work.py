@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hopwell.emulator.ptx import Imm, Instr, Kernel, Mem, Vec, parse_module
-from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.jit.toolchain import Artifact
+from hopwell.kernels.parts.core.copy import VECTOR_BYTES
 from hopwell.kernels.sm100.prefill.config import Q_TILES, Sm100PrefillConfig
 from hopwell.perf.loops import Loop, around, innermost, natural_loops
 from hopwell.perf.sass import Sass, disassemble, sass_loops
 from hopwell.perf.steps import ALU, CONVERSION, FMA, MUFU, Mma
-
-BLOCK_BYTES = 2 * BLOCK_COLUMNS  # of a row of K or V in a box of TMA
 
 # Instruction names of the units of a lane in PTX and SASS.
 _PTX_UNITS = {
@@ -30,7 +30,7 @@ _SASS_UNITS = {
     "MUFU": MUFU,
     **dict.fromkeys(("FFMA", "FADD", "FMUL", "FFMA2", "FADD2", "FMUL2"), FMA),
     **dict.fromkeys(("FMNMX", "FMNMX3", "FSEL", "FSETP", "SEL", "ISETP", "IADD3", "VIADD", "VIMNMX"), ALU),
-    **dict.fromkeys(("LEA", "LOP3", "SHF", "PLOP3", "IMAD"), ALU),
+    **dict.fromkeys(("LEA", "LOP3", "SHF", "PLOP3", "IMAD", "PRMT"), ALU),
     "F2FP": CONVERSION,
 }
 
@@ -58,8 +58,11 @@ class Work:
     tensor_load: int  # bytes of a lane's tensor memory read by softmax, for a query tile
     tensor_store: int
     rescale_bytes: int  # loaded by correction, and stored, when it rescales
-    loaded_bytes: int  # of K and V by TMA, a step
+    loaded_bytes: int  # of K and V, a step
+    filled_bytes: int  # of shared memory that they fill, with columns of zeros
     exchanges: bool  # whether threads that share rows exchange their maxima in every step
+    dequantization: Stretch | None = None  # of K and V, a step
+    dequantized_bytes: int = 0  # of shared memory that it reads and writes, a step
 
 
 def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
@@ -80,7 +83,7 @@ def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
     exchange = skipped(ptx.softmax.path, kernel.instrs, "bar.sync"), rare_exchange(sass.softmax.path, code)
     softmax = [kernel.instrs[i] for i in ptx.softmax.path]
     rescale = [kernel.instrs[i] for i in rescaling]
-    copies = sum(kernel.instrs[i].op.startswith("cp.async.bulk.tensor") for i in ptx.loads)
+    dequantizes, sass_dequantizes = (one.dequantization.path if one.dequantization else [] for one in (ptx, sass))
     steps = around(sass.loops, sass.products)
     assert steps is not None
     return Work(
@@ -94,8 +97,11 @@ def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
         tensor_load=_tensor_bytes(softmax, "ld"),
         tensor_store=_tensor_bytes(softmax, "st"),
         rescale_bytes=_tensor_bytes(rescale, "ld"),
-        loaded_bytes=copies * BLOCK_BYTES * config.tile.n,
+        loaded_bytes=sum(config.layout.kv_dims) * HALFWORD_BYTES * config.tile.n,
+        filled_bytes=sum(config.layout.columns) * HALFWORD_BYTES * config.tile.n,
         exchanges=not exchange[0],
+        dequantization=stretch(dequantizes, sass_dequantizes) if dequantizes else None,
+        dequantized_bytes=WARPGROUP * _vector_bytes(kernel.instrs[i] for i in dequantizes),
     )
 
 
@@ -112,9 +118,8 @@ class PtxLoops:
         (self.correction,) = (loop for loop in self._having("tcgen05.ld", "tcgen05.st") if not self._has(loop, "ex2"))
         (self.store,) = (loop for loop in self._having("tcgen05.ld", "st.global") if not self._has(loop, "tcgen05.st"))
         self.products = steady(self.loops, innermost(self.loops, self._has_both_products))
-        # Loops that load K and V are inside the loop over work tiles; Q is loaded once in each work tile.
-        loads = [loop for loop in self._having("cp.async.bulk.tensor") if around(self.loops, loop)]
-        self.loads = [i for loop in loads for i in loop.path]
+        vectors = self._having("ld.shared.v4", "st.shared.v4")
+        self.dequantization = next((loop for loop in vectors if not self._has(loop, "tcgen05")), None)
 
     def _has(self, loop: Loop, prefix: str) -> bool:
         return any(self.code[i].op.startswith(prefix) for i in loop.path)
@@ -137,6 +142,8 @@ class SassLoops:
         self.softmax, *_, self.masked_softmax = softmax
         (self.correction,) = (loop for loop in self._having("LDTM", "STTM") if not self._has(loop, "MUFU.EX2"))
         (self.store,) = (loop for loop in self._having("LDTM", "STG") if not self._has(loop, "STTM"))
+        vectors = self._having("LDS.128", "STS.128")
+        self.dequantization = next((loop for loop in vectors if not self._has(loop, "TM")), None)
         # UTCHMMA in 16 bits, UTCQMMA in 8
         self.products = steady(self.loops, self._having("MMA tmem", "MMA gdesc"))
 
@@ -220,6 +227,11 @@ def product(one: Instr) -> Mma:
 def _bursts(products: Iterable[Mma]) -> tuple[Mma, ...]:
     """Return a burst for each kind of MMA."""
     return tuple(replace(one, count=count) for one, count in Counter(products).items())
+
+
+def _vector_bytes(code: Iterable[Instr]) -> int:
+    """Count the bytes of shared memory that a lane reads and writes as vectors."""
+    return VECTOR_BYTES * sum(one.op.startswith(("ld.shared.v4", "st.shared.v4")) for one in code)
 
 
 def _tensor_bytes(code: Iterable[Instr], direction: str) -> int:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hopwell.kernels.capability.shipped import kernels_to_ship
-from hopwell.kernels.config.base import KvFetch
+from hopwell.kernels.config.base import KvFetch, KvType
+from hopwell.kernels.config.decode import NARROW_TYPES
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch.geometry import head_swizzle_heads
 from hopwell.kernels.problem import MaskKind
@@ -31,6 +32,7 @@ from hopwell.perf.steps import (
     ALU,
     CONVERSION,
     FMA,
+    LOAD_CHAIN,
     MUFU,
     Arrival,
     Busy,
@@ -43,7 +45,7 @@ from hopwell.perf.steps import (
     Traffic,
 )
 
-CASES = ("P1", "P2", "P3", "P4", "P6", "P7", "P1-fp8", "P2-fp8")
+CASES = ("P1", "P2", "P3", "P4", "P6", "P7", "P1-fp8", "P2-fp8", "P1-fp8-cache", "P1-nvfp4-cache")
 EXCHANGED_BYTES = 2 * 4  # of a softmax thread in a step: a maximum, written and read
 FACTOR_BYTES = 2 * Q_TILES * Q_TILE_ROWS * 4  # of a step: a factor for each row, written and read
 
@@ -157,11 +159,13 @@ def compiled(does: Work, config: Sm100PrefillConfig, rates: Rates) -> PrefillLoo
         # The first sub-partition also has the warp that issues the products.
         issues = Instructions(issue=does.mma_issue)
         moved = Traffic(
-            shared=does.loaded_bytes + FACTOR_BYTES + does.exchanges * EXCHANGED_BYTES * HALVES * lanes,
+            shared=does.filled_bytes + FACTOR_BYTES + does.exchanges * EXCHANGED_BYTES * HALVES * lanes,
             l2=does.loaded_bytes,
         )
         chains = Chain((score, early, Arrival(), value)), Chain((score, whole, Arrival(), late))
-        return Step(config.tile.n, work, (*[score, value] * Q_TILES, moved, whole, *correction, issues), chains)
+        operations = (*[score, value] * Q_TILES, moved, whole, *correction, issues)
+        step = Step(config.tile.n, work, operations, chains)
+        return step if does.dequantization is None else _with_dequantization(step, does, config, rates)
 
     store = Instructions(cycles=_times(does.store.code, rates)[-1])
     q_bytes = rows * config.layout.q_columns * 2  # the config counts halfwords
@@ -170,6 +174,24 @@ def compiled(does: Work, config: Sm100PrefillConfig, rates: Rates) -> PrefillLoo
     return PrefillLoop(
         step(does.softmax), step(does.masked_softmax), first, score, value, q_bytes, store, bits, scores_ahead=True
     )
+
+
+def _with_dequantization(step: Step, does: Work, config: Sm100PrefillConfig, rates: Rates) -> Step:
+    """Return a step whose K and V a warpgroup dequantizes in place.
+
+    The warpgroup takes K and V in turn, so its own step is a chain. A stage goes through a longer one: it is loaded,
+    dequantized, multiplied for both query tiles with a product with V between them, and released.
+    """
+    assert does.dequantization is not None
+    code = Code(does.dequantization, WARPGROUP)
+    whole = Instructions(cycles=_times(does.dequantization.code, rates)[-1])
+    half = replace(whole, cycles=whole.cycles / 2)
+    score, value = (one for one in step.operations[:2] if isinstance(one, Mma))
+    load = Traffic(l2=does.loaded_bytes / 2)
+    stage = (load, Arrival(), half, Arrival(), replace(score, signals=False), value, score)
+    chains = Chain((whole, Arrival()), name=LOAD_CHAIN), Chain(stage, config.tile.kv_stages, LOAD_CHAIN)
+    vectors = Traffic(shared=does.dequantized_bytes)
+    return replace(step, operations=(*step.operations, code, vectors), chains=(*step.chains, *chains))
 
 
 class SoftmaxTimes(NamedTuple):
@@ -283,10 +305,15 @@ def cases() -> list[Prefill]:
 
 
 def config_of(case: Prefill, arch: str) -> Sm100PrefillConfig | None:
-    """Return the tcgen05 kernel of a case with contiguous keys and values, or None if there is none."""
+    """Return the tcgen05 kernel of a case, or None if there is none. Keys and values are contiguous, and NVFP4 ones are
+    in pages of 64."""
     if arch not in BLACKWELL:
         raise ValueError(f"{arch} has no tensor memory; modelled are {', '.join(BLACKWELL)}")
     dtype, mask = "e4m3" if case.q_dtype is E4M3 else "bf16", MaskKind.CAUSAL if case.causal else MaskKind.FULL
+    narrow = NARROW_TYPES.get(case.kv_dtype) if dtype == "bf16" else None
+    if narrow is not None:
+        fetch = (KvFetch.PAGE_BOXES, 64) if narrow is KvType.NVFP4 else (KvFetch.CONTIGUOUS, 0)
+        return Sm100PrefillConfig(arch, dtype, dtype, case.head_dim, case.v_head_dim, mask, *fetch, kv_type=narrow)
     wanted = (dtype, "bf16", case.head_dim, case.v_head_dim, mask, KvFetch.CONTIGUOUS)
     for config in kernels_to_ship(arch, (TYPES_16BIT, TYPES_FP8)):
         if not isinstance(config, Sm100PrefillConfig):

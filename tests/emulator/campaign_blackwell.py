@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,6 +16,7 @@ import torch
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 from helpers.batches.fp8 import Fp8Batch, Fp8MlaBatch
+from helpers.batches.low_precision import E4M3, NVFP4, LowPrecisionBatch
 from helpers.batches.mla import MlaBatch
 from helpers.batches.prefill import CAUSAL, Batch
 from helpers.device import equivalent_faults
@@ -26,6 +28,7 @@ from hopwell.kernels import execute
 from hopwell.kernels.config import splitting
 from hopwell.kernels.jit import settings
 from hopwell.kernels.launch import geometry
+from hopwell.kernels.problem import BlockScales
 
 LENGTHS = [260, 3, 130, 2], [300, 10, 150, 0]
 
@@ -45,6 +48,21 @@ def prefill_e4m3() -> None:
     with mock.patch.object(geometry, "EMULATED_SMS", 1):
         problem = data.in_fp8(16, CAUSAL, torch.bfloat16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1))
         execute(problem)
+
+
+def prefill_narrow(cache: torch.dtype = E4M3) -> None:
+    """Run prefill of 16-bit queries over an e4m3 cache, which a warpgroup dequantizes in place."""
+    types: dict[str, Any] = dict(q_dtype=torch.bfloat16, kv_dtype=cache, dtype=torch.bfloat16)
+    data = LowPrecisionBatch(*LENGTHS, heads=1, kv_heads=1, magnitude=3.0, device="cpu", **types)
+    options: dict[str, Any] = dict(lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1))
+    if cache is NVFP4:
+        options["kv_scales"] = BlockScales(*data.block_scales(16, "interleaved"), interleaves_v=True)
+    with mock.patch.object(geometry, "EMULATED_SMS", 1):
+        execute(data.problem(16, out=torch.full_like(data.q, torch.nan), **options))
+
+
+def prefill_nvfp4() -> None:
+    prefill_narrow(NVFP4)
 
 
 def mla(kind: type[MlaBatch] = MlaBatch) -> None:

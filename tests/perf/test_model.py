@@ -32,7 +32,7 @@ from hopwell.perf.model import (
 )
 from hopwell.perf.prefill_workloads import Prefill
 from hopwell.perf.sass import Sass, Timing, issue_times, parse, sass_loops
-from hopwell.perf.steps import ALU, CHAIN, CONVERSION, FMA, L2, MMA, MUFU, SHARED, Mma, StepTime
+from hopwell.perf.steps import ALU, CHAIN, CONVERSION, FMA, L2, LOAD_CHAIN, MMA, MUFU, SHARED, Mma, StepTime
 
 PTX = """
 .version 9.0
@@ -216,3 +216,23 @@ def test_a_compiled_kernel() -> None:
     assert units[CHAIN] > 1024
     assert kernel.masked.cycles >= kernel.steady.cycles >= kernel.mma
     assert 0.5 < predict(p1, kernel).fraction < 1
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "loaded", "filled", "read"), [("P1-fp8-cache", 8, 8, 8), ("P1-nvfp4-cache", 4, 8, 4)])
+def test_a_compiled_kernel_that_dequantizes(name: str, loaded: int, filled: int, read: int) -> None:
+    """Bits of an element of K and V: loaded by TMA, filled in shared memory, and read there. 16 bits are written."""
+    case = next(case for case in cases() if case.name == name)
+    config = config_of(case, "sm_100a")
+    assert config is not None
+    does = work(config, artifact(config))
+    kernel = kernel_model(compiled(does, config, B200), B200)
+    elements = 2 * 128 * 128
+    assert does.loaded_bytes == elements * loaded // 8
+    assert does.dequantized_bytes == elements * (read + 16) // 8
+    bits = filled + read + 16
+    assert kernel.steady.units[SHARED] == pytest.approx((2 * 3 * 256 + elements * bits / 8 / 128 + 16) / 0.82)
+    assert kernel.steady.units[LOAD_CHAIN] > 500
+    assert does.dequantization is not None
+    assert 500 < len(does.dequantization.code) < 1000
+    assert 0.5 < predict(case, kernel).fraction < 0.75

@@ -330,21 +330,39 @@ def check_fp8_in_nvfp4(problem: AttentionProblem, data: Fp8Batch, mask: Mask, fa
 
 
 def narrow_cache_prefill(draw: Draw) -> None:
-    """Draw a call of the context entry with 16-bit queries over 8-bit and 4-bit caches."""
+    """Draw a call of the context entry with 16-bit queries over 8-bit and 4-bit caches, with outputs of all types."""
     cache = draw.for_kernel("cache", (E4M3, NVFP4))
     dims = draw.head_dims(support.NVFP4_HEAD_DIMS if cache is NVFP4 else FP8_DIMS)
     types = dict(q_dtype=draw.for_kernel("dtype", (BF16, FP16)), kv_dtype=cache)
-    data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
-    # Scales of V are interleaved by four tokens.
-    page_size = draw.for_kernel("page_size", [n for n in PAGE_SIZES if cache is E4M3 or n % 4 == 0])
+    of_heads = has_scales_of_heads(draw)
+    kv_heads = (2, 3) if any(of_heads) else (1, 2, 3)
+    data = prefill_batch(draw, LowPrecisionBatch, dims, kv_heads, **types, k_scale=0.5, v_scale=2.0)
+    out_type, factor = output_of(draw, dims, data.q_dtype, data.q_dtype), draw.one("o_sf_scale", (1.0, 16.0))
+    if skip := skip_softmax(draw, data):
+        data.store(data.k, data.v)
+    order = draw.for_kernel("v_scale_layout", ("interleaved", "interleaved", "linear"))
+    # Interleaved scales of V are in groups of four tokens.
+    sizes = [n for n in PAGE_SIZES if cache is E4M3 or order == "linear" or n % 4 == 0]
+    page_size = draw.for_kernel("page_size", sizes)
     mask, sinks = mask_of(draw), draw.sinks(data.heads)
     key, value, table = data.pages(page_size, order=draw.number)
-    options = data.options(mask) | dict(sinks=sinks, out_dtype=data.q_dtype)
+    options = data.options(mask) | dict(sinks=sinks, out_dtype=out_type, return_lse=True, lse_base="ln")
+    scaled, both = scales_of_heads(draw, data, of_heads)
+    for name, scales, is_asked in zip(("bmm1_scale", "bmm2_scale"), both, of_heads, strict=True):
+        options[name] = scales * options[name] if is_asked else options[name]
+    if skip:
+        options["skip_softmax_threshold_scale_factor"] = skip
     if cache is NVFP4:
-        options["kv_block_scales"] = data.block_scales(page_size, "interleaved", order=draw.number)
-    out, lse = context(data, (key, value), table, return_lse=True, lse_base="ln", **options)
-    expected = data.expected_low(mask, sinks=sinks)
-    expected.check(out)
+        options["kv_block_scales"] = data.block_scales(page_size, order, order=draw.number)
+        options["v_scale_layout"] = order
+    if out_type == "nvfp4":
+        options["o_sf_scale"] = factor
+    out, lse = context(data, (key, value), table, **options)
+    expected = scaled.expected_low(mask, sinks=sinks)
+    if isinstance(out, FP4Tensor):
+        check_nvfp4_near(out, expected.out, factor, error=2.0**-7)
+    else:
+        expected.check(out)
     expected.check_lse(lse)
 
 
