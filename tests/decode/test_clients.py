@@ -70,8 +70,8 @@ def test_vllm_xqa_of_uneven_drafts(kv_dtype: torch.dtype | None, heads: int, dev
     mask = torch.cat((problem.draft_mask, problem.draft_mask[:4]))
     options = dict(query=torch.cat((data.q, padding)), out=out, mask=mask, q_len_per_req=6)
     options |= dict(q_cu_seq_lens=data.ints(starts(data.q_lens)), return_lse=True, return_lse_base="basee")
-    if problem.kv_scales is not None:
-        options |= dict(kv_cache=(problem.key, problem.value), kv_cache_sf=tuple(vars(problem.kv_scales).values()))
+    if (scales := problem.kv_scales) is not None:
+        options |= dict(kv_cache=(problem.key, problem.value), kv_cache_sf=(scales.key, scales.value))
     given, lse = repeated(decode.xqa_batch_decode_with_kv_cache, data, common(data, problem, **options))
     expected = data.expected_decode(DRAFT)
     assert given is out
