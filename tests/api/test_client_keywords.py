@@ -195,13 +195,16 @@ def test_cudnn_offsets_in_tokens(lengths: bool, recorded: Any) -> None:
 
 def test_a_log_sum_exp_that_no_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the bound that causes the size. With the smallest possible bound, it names memory instead."""
+    empty = torch.empty
+
+    def full(*sizes: Any, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+        if dtype is torch.float32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*sizes, dtype=dtype, **options)
+
+    monkeypatch.setattr(torch, "empty", full)  # 512 GB of memory hold even the largest log-sum-exp
     with pytest.raises(ValueError, match=r"^max_token_per_sequence must be small enough .* got 2147483647 for"):
         call(CUDNN, "paged", return_lse=True, max_token_per_sequence=2**31 - 1)
-
-    def full(*sizes: Any, **options: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(torch.OutOfMemoryError):
         call(CUDNN, "paged", return_lse=True, max_token_per_sequence=max(Q_LENS))
 
