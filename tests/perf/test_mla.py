@@ -80,5 +80,6 @@ def test_a_sweep_on_the_gpu(tmp_path: Path) -> None:
     done = CliRunner().invoke(command.app, arguments)
     assert done.exit_code == 0, done.output
     rows = Run.load(tmp_path / "mla.json").rows
-    assert {row.candidate for row in rows} == {name for name in MLA.measured if name in CEILINGS or is_ours(name)}
+    # The queries have 16 bits, so no case is measured against products of e4m3.
+    assert {row.candidate for row in rows} == {name for name in MLA.measured if name in (MATMUL, READ) or is_ours(name)}
     assert all(row.rate and row.failure is None for row in rows), done.output
