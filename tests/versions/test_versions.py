@@ -71,6 +71,28 @@ def test_compiled_kernels_are_loaded(orcjit: bool, monkeypatch: pytest.MonkeyPat
     assert toolchain.function(config) is function
 
 
+@pytest.mark.compile
+def test_a_driver_without_a_gpu_is_not_asked_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The DSL's error message about a failed detection of the architecture detects it again."""
+    from cutlass.base_dsl.runtime import cuda
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    asked: list[int] = []
+    status = cuda.cuda.CUresult
+
+    def no_device(flags: int) -> tuple[object]:
+        asked.append(flags)
+        return (status.CUDA_ERROR_NO_DEVICE,)
+
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda.cuda, "cuInit", no_device)
+    monkeypatch.setattr(cuda.cuda, "cuGetErrorName", lambda error: (status.CUDA_SUCCESS, b"CUDA_ERROR_NO_DEVICE"))
+    monkeypatch.setattr(toolchain, "_finds_no_gpu", lambda: True)
+    del CuTeDSL._get_dsl().envar.arch  # what was detected
+    assert toolchain.artifact(next(iter(shipped_configs()))).is_sound()
+    assert not asked
+
+
 @pytest.mark.emulator
 def test_three_kernels_are_right() -> None:
     """Prefill, decode and MLA decode are compared with float64."""
