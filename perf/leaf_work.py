@@ -1,6 +1,7 @@
 """Work of a tcgen05 decode kernel for one leaf of keys, read from its machine code, and its step in the model.
 
-A consumer warpgroup does everything of a leaf in sequence. Its first warp also issues the products.
+A consumer warpgroup does everything of a leaf in sequence. The first warp of the first one also issues the products of
+the rows of all warpgroups.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Leaf:
 
     Attributes:
         parts: up to the wait for S, up to the wait for O, up to the node, and the tree of nodes.
-        bursts: products of one warpgroup's S and O, of all tiles of the leaf.
+        bursts: products of S and of O, of all tiles of the leaf.
         tiles: of the leaf.
         buffers: of operand A in tensor memory, 0 if it is in shared memory. With one buffer, a tile is dequantized when
             the products of the tile before it are done.
@@ -67,10 +68,7 @@ class Leaf:
         ).busy(rates)
 
     def latency(self, rates: Rates) -> float:
-        """Return the cycles of a leaf for one warpgroup, with all keys and values in shared memory.
-
-        A burst follows the bursts of the other warpgroups, which issue theirs at the same time.
-        """
+        """Return the cycles of a leaf for one warpgroup, with all keys and values in shared memory."""
         to_scores, to_output, to_node, tree = (_times(code, rates)[-1] for code in self.parts)
         node = to_node + tree / self.leaves_of_node
         signal = self.bursts[0].latency(rates) - self.bursts[0].count * self.bursts[0].interval
@@ -81,13 +79,13 @@ class Leaf:
         if not self.scores_ahead:
             return max(to_scores, score + signal) + max(to_output, value + signal) + node
         has_output = max(to_output + to_scores, value + signal)
-        has_scores = max(to_output + score, value + self.warpgroups * self.bursts[0].count * self.bursts[0].interval)
+        has_scores = max(to_output + score, value + self.bursts[0].count * self.bursts[0].interval)
         return max(has_output + node, has_scores + signal)
 
     def _multiplied(self, times: Sequence[float], code: Sequence[Sass], burst: Mma, signal: float) -> float:
         """Return when the products of all tiles are done."""
         issued = [time for time, one in zip(times, code, strict=True) if one.root == "UTCHMMA"]
-        tile = self.warpgroups * burst.count * burst.interval / self.tiles
+        tile = burst.count * burst.interval / self.tiles
         waits, done = (tile + signal if self.buffers == 1 else 0.0), 0.0
         for i, time in enumerate(issued[:: len(issued) // self.tiles]):
             done = max(done, time + i * waits) + tile
@@ -114,9 +112,12 @@ def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
     def of(begin: int, end: int) -> list[int]:
         return [i for i in path if begin <= i < end]
 
+    # The warpgroups share the tiles that they dequantize. One issues the products of 16-bit tiles.
+    own_tiles = config.leaf_tiles // (config.consumer_warpgroups if config.operand_buffers else 1)
+
     def with_products(begin: int, products: Loop, end: int) -> list[int]:
         """Return the path with the products of all tiles."""
-        tiles = products.path * config.leaf_tiles
+        tiles = products.path * own_tiles
         return [*of(begin, products.header), *tiles, *of(products.latch + 1, end)]
 
     def next_wait(products: Loop) -> int:
@@ -155,18 +156,19 @@ def _without_stores(path: Sequence[int], code: Sequence[Sass]) -> list[int]:
 
 
 def bursts(config: Sm100DecodeConfig) -> tuple[Mma, Mma]:
-    """Return the products of a warpgroup's S and O of a leaf."""
-    rows = config.rows // config.consumer_warpgroups
+    """Return the products of S and of O of a leaf."""
     depth = MMA_DEPTH_BYTES // config.q_bytes
     counts = config.layout.tile_dims[0] // depth, config.value_blocks * LEAF_TILE // depth
-    scores, values = (Mma(config.leaf_tiles * count, MMA_ROWS, rows, config.operand_buffers > 0) for count in counts)
+    scores, values = (
+        Mma(config.leaf_tiles * count, MMA_ROWS, config.rows, config.operand_buffers > 0) for count in counts
+    )
     return scores, values
 
 
 def compiled_leaves(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Step:
     """Describe a compiled decode kernel by what its code does. The step is a leaf."""
     work, tile, tiles = leaf(config, code), config.tile, config.leaf_tiles
-    groups, keys, ctas = config.consumer_warpgroups, config.leaf_tokens, config.ctas_per_sm
+    keys, ctas = config.leaf_tokens, config.ctas_per_sm
     dims = config.head_dim_qk, config.head_dim_v
     bits = config.kv_element.bits + (E4M3_BITS / config.kv_element.block if config.kv_element.block else 0)
     tile_bytes = [LEAF_TILE * dim * bits / 8 for dim in dims]
@@ -179,13 +181,13 @@ def compiled_leaves(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Step:
         Traffic(shared=loaded + keys * config.rows * config.q_bytes),
         Instructions(loaded=4 * config.rows * (keys + dims[1]) * HALF_LANES),
     ]
-    if config.operand_buffers:  # each warpgroup reads all narrow elements, and stores 16 bits of each
-        moved += [Traffic(shared=groups * loaded), Instructions(stored=groups * keys * sum(dims) * 2)]
+    if config.operand_buffers:  # warps read all narrow elements, and store 16 bits of each
+        moved += [Traffic(shared=loaded), Instructions(stored=keys * sum(dims) * 2)]
     # A stage is loaded again as soon as its products are done, or its elements are in tensor memory.
     ahead = ctas * tile.kv_stages // tiles
     reloads = (Chain((one, Load()), ahead, LOAD_CHAIN) for one in work.bursts)
     flop = 2 * config.rows * keys * sum(dims)
-    return Step(keys, flop, (*work.bursts * groups, work, *moved), (Chain((work,), ctas), *reloads))
+    return Step(keys, flop, (*work.bursts, work, *moved), (Chain((work,), ctas), *reloads))
 
 
 def config_of_decode(case: Decode, arch: str) -> Sm100DecodeConfig:

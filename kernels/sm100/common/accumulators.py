@@ -11,45 +11,41 @@ from hopwell.kernels.parts.core.pipeline import Ring
 from hopwell.kernels.sm100.common import tmem
 
 MMA_ROWS = 64  # keys, or columns of V, of a matrix instruction
-ISSUING_WARP = 0  # of a warpgroup: one of its threads issues the products
+ISSUING_WARP = 0  # of the first warpgroup: one of its threads issues the products
 
 
 @device_struct
 class Accumulators:
-    """Accumulators of a warpgroup, or of all warpgroups if they share products.
+    """Accumulators of the products of all rows of a tile. A warpgroup loads the columns of its rows.
 
     A step is the number of a tile of keys in this CTA. Products of ``tiles`` tiles are waited for together.
     """
 
     kernel: Any  # configuration only
-    s_ring: Ring  # a stage for each issuing warpgroup
+    s_ring: Ring  # of one stage
     o_ring: Ring
     tensor_memory: Int32
     part: RowPart
     tiles: int
-    shared: bool  # whether a product has the rows of all warpgroups
 
     @property
     def rows(self) -> int:
         """Rows of a product."""
-        return self.part.rows * (self.part.warpgroups if self.shared else 1)
+        return self.part.rows * self.part.warpgroups
 
     @property
     def issues(self):
-        """Whether this warp issues products."""
+        """Whether this warp issues the products."""
         is_first = warp_in_warpgroup() == ISSUING_WARP
-        return is_first & (self.part.index == 0) if self.shared and self.part.warpgroups > 1 else is_first
+        return is_first & (self.part.index == 0) if self.part.warpgroups > 1 else is_first
 
     def place(self, name: str) -> Int32:
-        """Return the address of S or O of the products."""
-        columns, warpgroups = self.kernel.config.columns, self.part.warpgroups
-        first = self.tensor_memory + columns.first(name)
-        return first if self.shared else first + self.part.index * (columns.widths[name] // warpgroups)
+        """Return the address of S or O."""
+        return self.tensor_memory + self.kernel.config.columns.first(name)
 
     def turn(self, step):
-        """Return the step in rings with a stage for each issuing warpgroup."""
-        turn = step // self.tiles
-        return turn if self.shared else turn * self.part.warpgroups + self.part.index
+        """Return the step in the rings of S and O."""
+        return step // self.tiles
 
     def signal(self, ring: Ring, step) -> None:
         """Signal S or O once all products issued so far are done. The issuing warp calls this."""
@@ -72,7 +68,7 @@ class Accumulators:
         ring.wait_full(self.turn(step))
         tmem.after_signal()
         first, columns = tmem.row_address(self.place(name), 0), 2 * cute.size(registers)
-        if self.rows == self.part.rows:
+        if self.part.warpgroups == 1:
             values = tmem.load_tile(first, columns)
         else:
             # Each product has columns of all warpgroups side by side.

@@ -1,7 +1,7 @@
 """Leaves of Hopper's kernels with S and O in tensor memory: edges, allocation and the attend role."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -27,8 +27,7 @@ class TensorLeafAttend(LeafAttend):
     def create_operands(self) -> Any:
         rings, kernel = self.rings, self.kernel
         tiles = self.operands.tiles_at_once(kernel)
-        shared = kernel.products.shares_rows
-        accumulators = Accumulators(kernel, rings.s, rings.o, self.tensor_memory, kernel.row_part(), tiles, shared)
+        accumulators = Accumulators(kernel, rings.s, rings.o, self.tensor_memory, kernel.row_part(), tiles)
         operands = self.operands.create(kernel, self.tiles, rings, accumulators)
         if const_expr(kernel.config.accumulated_levels > 0):
             # The compiler selects the state that a node begins with, and a select reads the state before it, too.
@@ -46,28 +45,25 @@ class TensorLeafAttend(LeafAttend):
 class TensorProducts(LeafProducts):
     """Products of leaves by tcgen05, in the kernels ``SwapABDecodeSm90`` and ``SwapABMlaSm90``.
 
-    The kernels have the roles of Hopper's. In addition, a thread of the first warp of each consumer warpgroup issues
-    the products. The first consumer warp allocates tensor memory for all.
-
-    ``shares_rows``: whether one thread issues products of the rows of all warpgroups. Otherwise each warpgroup has
-    products of its own rows.
+    The kernels have the roles of Hopper's. In addition, a thread of the first consumer warp issues the products of the
+    rows of all warpgroups, and this warp allocates tensor memory.
 
     Edges besides Hopper's
         k, v    load -> issue         K and V of 16 bits, and of fp8 MMA: released when their products are done
-        s, o    issue -> attend       full when products are done, with a stage for each issuing warpgroup. They are not
-                                      released: the warps meet before the next products are issued
+        s, o    issue -> attend       full when products are done. They are not released: the warps of all warpgroups
+                                      meet before the next products are issued
         a       attend -> issue       dequantized tiles of K and V in tensor memory, see decode/dequant.py
     """
 
-    shares_rows: bool = False  # type: ignore[misc]  # a field here
+    kv_consumer: str = "issue"
+    shares_rows: ClassVar[bool] = True
 
     def roles(self, kernel: Any) -> dict[str, int]:
-        return {"attend of one": WARPS, "issue": 1, "issue of all": kernel.config.consumer_warpgroups}
+        return {"attend of one": WARPS, "issue": 1}
 
     def edges(self, kernel: Any, roles: Roles) -> list[Edge]:
         warpgroups, buffers = kernel.config.consumer_warpgroups, kernel.config.operand_buffers
-        stages = 1 if self.shares_rows else warpgroups
-        edges = [roles.edge(name, "issue", "attend", stages) for name in ("s", "o")]
+        edges = [roles.edge(name, "issue", "attend", stages=1) for name in ("s", "o")]
         if buffers:
             edges.append(roles.edge("a", "attend of one", "issue", buffers * warpgroups))
         return edges

@@ -81,10 +81,6 @@ class SharedOperand:
         address = self.start + stage * (self.rows * self.columns * HALFWORD_BYTES)
         return StagedOperand((address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING), self)
 
-    def from_row(self, row) -> "SharedOperand":
-        """Return the operand whose first row is ``row``, a multiple of 8."""
-        return replace(self, start=self.start + row * (self._offset(ATOM_ROWS, 0) // ATOM_ROWS))
-
     def from_column(self, column: int) -> "SharedOperand":
         """Return the operand whose first column is ``column``, in halfwords. Its offset in a column block is a multiple
         of 16 bytes."""

@@ -27,7 +27,7 @@ from cutlass import Float32, Int32
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType
 from hopwell.kernels.config.splitting import LEAF_TILE
-from hopwell.kernels.parts.core.device import device_struct, shared_address, warp_in_warpgroup
+from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Reader, Ring, Rings
@@ -38,7 +38,7 @@ from hopwell.kernels.sm90.decode.dequant_swap_ab import VectorOutput
 from hopwell.kernels.sm90.decode.leaves import write_weights
 from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.common.accumulators import ISSUING_WARP, MMA_ROWS, Accumulators
+from hopwell.kernels.sm100.common.accumulators import MMA_ROWS, Accumulators
 from hopwell.kernels.sm100.common.leaves import TensorProducts
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, issue
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
@@ -47,7 +47,7 @@ from hopwell.kernels.sm100.decode.dequant import TensorDequantOperands
 
 @device_struct
 class TensorLeafOperands:
-    """Operands of a warpgroup's products of a leaf. K, Q, V and P are in shared memory. S and O are in tensor memory,
+    """Operands of the products of a leaf. K, Q, V and P are in shared memory. S and O are in tensor memory,
     and in registers once they are complete."""
 
     kernel: Any  # configuration only
@@ -75,10 +75,10 @@ class TensorLeafOperands:
         columns_first, (qk_columns, v_columns) = kernel.source.columns_first, c.layout.columns
         return TensorLeafOperands(
             kernel,
-            q=SharedOperand.of(tiles.q, m, c.layout.q_columns, columns_first=False).from_row(part.first_row),
+            q=SharedOperand.of(tiles.q, m, c.layout.q_columns, columns_first=False),
             k=SharedOperand.of(tiles.k, n, qk_columns, columns_first),
             v=SharedOperand.of(tiles.v, n, v_columns, columns_first, reduces_rows=True),
-            p=SharedOperand.of(tiles.p, m, LEAF_TILE, columns_first=False).from_row(part.first_row),
+            p=SharedOperand.of(tiles.p, m, LEAF_TILE, columns_first=False),
             s=cute.make_rmem_tensor(part.rows * c.leaf_tiles // 2, Float32),
             o=cute.make_rmem_tensor(part.rows * c.value_blocks // 2, Float32),
             accumulators=accumulators,
@@ -90,7 +90,7 @@ class TensorLeafOperands:
     @property
     def products(self) -> int:
         """Products of 8 rows, side by side."""
-        return self.accumulators.rows // MMA_COLUMNS
+        return self.accumulators.part.rows // MMA_COLUMNS
 
     @property
     def leaf_tiles(self) -> int:
@@ -117,7 +117,7 @@ class TensorLeafOperands:
     def _issue_scores(self, step):
         """Issue S^T of the leaf whose first tile is number ``step``, if the segment has it."""
         ring, q_stage = self.k_ring, self.q_stage[0]
-        if warp_in_warpgroup() == ISSUING_WARP and step < self.end_step[0]:
+        if self.accumulators.issues and step < self.end_step[0]:
             place, rows = self.accumulators.place("s"), self.accumulators.rows
             mma, depth, q = Mma(self.kernel.dtype, rows, MMA_ROWS), self.kernel.layout.depth[0], self.q.at(q_stage)
             # Not unrolled: the compiler would compute all descriptors and barriers before the leaves, and spill.
@@ -140,7 +140,7 @@ class TensorLeafOperands:
     @cute.jit
     def multiply_values(self, ring, step):
         """Issue O^T of a leaf, and S^T of the next leaf. The products are still in flight on return."""
-        if warp_in_warpgroup() == ISSUING_WARP:
+        if self.accumulators.issues:
             place, rows = self.accumulators.place("o"), self.accumulators.rows
             mma = Mma(self.kernel.dtype, rows, MMA_ROWS, m_major_a=True)
             for i in cutlass.range(self.leaf_tiles, unroll=1):
@@ -173,14 +173,13 @@ class TensorLeafOperands:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
 
 
-WIDE = TensorProducts(TensorLeafOperands, Reader.TENSOR_CORES, kv_consumer="issue of all")
+WIDE = TensorProducts(TensorLeafOperands, Reader.TENSOR_CORES)
 DEQUANT = TensorProducts(
     TensorDequantOperands,
     Reader.SYNCED_LANES,
     HalfLeafSoftmax,
     VectorOutput,
     kv_consumer="attend of one",
-    shares_rows=True,
 )
 
 

@@ -30,7 +30,7 @@ from hopwell.kernels.sm90.decode.leaves import write_weights
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.sm90.mla.swap_ab_fp8 import BYTES_APART, TileColumnSoftmax
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.common.accumulators import ISSUING_WARP, MMA_ROWS, Accumulators
+from hopwell.kernels.sm100.common.accumulators import MMA_ROWS, Accumulators
 from hopwell.kernels.sm100.common.leaves import TensorProducts
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, issue
 from hopwell.kernels.sm100.mla.config import Sm100SwapABMlaConfig
@@ -91,7 +91,7 @@ class TensorLatentOperands:
 
     @cute.jit
     def _issue_scores(self, rings, step, q_stage):
-        if warp_in_warpgroup() == ISSUING_WARP:
+        if self.accumulators.issues:
             config, place = self.kernel.config, self.accumulators.place("s")
             mma, left = Mma(self.kernel.dtype, self.accumulators.rows, MMA_ROWS), config.head_dim_v // 2
             for half in cutlass.range_constexpr(2):
@@ -138,7 +138,7 @@ class TensorLatentOperands:
 
     @cute.jit
     def _issue_values(self, rings, step):
-        if warp_in_warpgroup() == ISSUING_WARP:
+        if self.accumulators.issues:
             rows, dtype = self.accumulators.rows, self.kernel.dtype
             mma, width = Mma(dtype, rows, MMA_ROWS, m_major_a=True), MMA_ROWS * dtype.width // 16
             blocks = self.kernel.config.head_dim_v // (2 * MMA_ROWS)  # of a half
@@ -162,8 +162,8 @@ class TensorLatentOperands:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
 
 
-WIDE = TensorProducts(TensorLatentOperands, Reader.TENSOR_CORES, kv_consumer="issue")
-FP8 = TensorProducts(TensorLatentOperands, Reader.TENSOR_CORES, TileColumnSoftmax, kv_consumer="issue")
+WIDE = TensorProducts(TensorLatentOperands, Reader.TENSOR_CORES)
+FP8 = TensorProducts(TensorLatentOperands, Reader.TENSOR_CORES, TileColumnSoftmax)
 
 
 def build(config: Sm100SwapABMlaConfig) -> Any:
