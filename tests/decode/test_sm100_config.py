@@ -300,8 +300,8 @@ class TestResources:
             assert c.allocated_columns * c.ctas_per_sm <= TENSOR_MEMORY_COLUMNS
 
     def test_edges(self, dims: tuple[int, int]) -> None:
-        """S and O are full after one commit. One thread of each warpgroup releases 16-bit K and V by a commit. The
-        warps of one warpgroup release a narrow tile, and fill operand A."""
+        """S and O are full after one commit. A commit releases 16-bit K and V. The warps of one warpgroup release a
+        narrow tile, and fill operand A."""
         for kernel in kernels(dims):
             c, warpgroups = kernel.config, kernel.config.consumer_warpgroups
             edges = {e.name: e for e in kernel.edges}
@@ -309,10 +309,10 @@ class TestResources:
             assert {*edges} == {"q", "k", "v", "work", "s", "o"} | ({"a"} if c.operand_buffers else set())
             for name in ("k", "v"):
                 assert edges[name].stages == c.tile.kv_stages
-                assert edges[name].consumer_warps == (warpgroups if is_wide else WARPS)
+                assert edges[name].consumer_warps == (1 if is_wide else WARPS)
                 assert edges[name].consumer_lanes == 1 or not is_wide
             for name in ("s", "o"):
-                assert (edges[name].stages, edges[name].full_arrivals) == (warpgroups if is_wide else 1, 1)
+                assert (edges[name].stages, edges[name].full_arrivals) == (1, 1)
             if not is_wide:
                 filled = (edges["a"].stages, edges["a"].full_arrivals, edges["a"].consumer_warps)
                 assert filled == (c.operand_buffers * warpgroups, WARPS, 1)
