@@ -66,7 +66,7 @@ def few_rows_8_bit() -> None:
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Return why an undetected fault changes nothing, or ""."""
-    rules = equivalent_faults.equivalent, equivalent_faults.reason_of_tensor_fence, _reason_of_fence, _reason_of_meeting
+    rules = equivalent_faults.equivalent, _reason_of_fence, equivalent_faults.reason_of_tensor_fence, _reason_of_meeting
     return next((reason for rule in rules if (reason := rule(fault, kernel))), "")
 
 
@@ -81,7 +81,8 @@ def _reason_of_fence(fault: Fault, kernel: Kernel) -> str:
         products = [i for i in kernel.instrs if i.op.startswith("tcgen05.mma")]
         loads = places(kernel, "tcgen05.wait::ld")
         following = next((i for i in products if i.pc > pc), None)
-        if "after" in op and following is not None and following.args[3] == products[0].args[3]:
+        is_behind_wait = not kernel.instrs[pc - 1].op.startswith("bar.sync")
+        if "after" in op and is_behind_wait and following is not None and following.args[3] == products[0].args[3]:
             return "S comes behind O in the order of products, and the fence before O orders it, too"
         if "before" in op and pc - 1 in (loads if _dequantizes(kernel) else loads[1:]):
             return "the warp has another fence before products overwrite this: behind S, or behind operand A"
