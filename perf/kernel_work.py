@@ -118,8 +118,10 @@ class PtxLoops:
         (self.correction,) = (loop for loop in self._having("tcgen05.ld", "tcgen05.st") if not self._has(loop, "ex2"))
         (self.store,) = (loop for loop in self._having("tcgen05.ld", "st.global") if not self._has(loop, "tcgen05.st"))
         self.products = steady(self.loops, innermost(self.loops, self._has_both_products))
+        # Loaders also read work tiles and write rows of zeros.
         vectors = self._having("ld.shared.v4", "st.shared.v4")
-        self.dequantization = next((loop for loop in vectors if not self._has(loop, "tcgen05")), None)
+        vectors = [loop for loop in vectors if not (self._has(loop, "tcgen05") or self._has(loop, "cp.async"))]
+        self.dequantization = vectors[-1] if vectors else None
 
     def _has(self, loop: Loop, prefix: str) -> bool:
         return any(self.code[i].op.startswith(prefix) for i in loop.path)
@@ -143,7 +145,8 @@ class SassLoops:
         (self.correction,) = (loop for loop in self._having("LDTM", "STTM") if not self._has(loop, "MUFU.EX2"))
         (self.store,) = (loop for loop in self._having("LDTM", "STG") if not self._has(loop, "STTM"))
         vectors = self._having("LDS.128", "STS.128")
-        self.dequantization = next((loop for loop in vectors if not self._has(loop, "TM")), None)
+        vectors = [loop for loop in vectors if not self._has(loop, "TM")]
+        self.dequantization = vectors[-1] if vectors else None
         # UTCHMMA in 16 bits, UTCQMMA in 8
         self.products = steady(self.loops, self._having("MMA tmem", "MMA gdesc"))
 

@@ -50,7 +50,7 @@ def prefill_e4m3() -> None:
         execute(problem)
 
 
-def prefill_narrow(cache: torch.dtype = E4M3) -> None:
+def prefill_e4m3_cache(cache: torch.dtype = E4M3) -> None:
     """Run prefill of 16-bit queries over an e4m3 cache, which a warpgroup dequantizes in place."""
     types: dict[str, Any] = dict(q_dtype=torch.bfloat16, kv_dtype=cache, dtype=torch.bfloat16)
     data = LowPrecisionBatch(*LENGTHS, heads=1, kv_heads=1, magnitude=3.0, device="cpu", **types)
@@ -61,8 +61,8 @@ def prefill_narrow(cache: torch.dtype = E4M3) -> None:
         execute(data.problem(16, out=torch.full_like(data.q, torch.nan), **options))
 
 
-def prefill_nvfp4() -> None:
-    prefill_narrow(NVFP4)
+def prefill_nvfp4_cache() -> None:
+    prefill_e4m3_cache(NVFP4)
 
 
 def mla(kind: type[MlaBatch] = MlaBatch) -> None:
