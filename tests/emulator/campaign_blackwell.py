@@ -28,6 +28,7 @@ from hopwell.kernels import execute
 from hopwell.kernels.config import splitting
 from hopwell.kernels.jit import settings
 from hopwell.kernels.launch import geometry
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.problem import BlockScales
 
 LENGTHS = [260, 3, 130, 2], [300, 10, 150, 0]
@@ -94,8 +95,23 @@ def mla_invariant(kind: type[MlaBatch] = MlaBatch) -> None:
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Return why an undetected fault changes nothing, or ""."""
     of_kernel = _reason_of_mla if "MlaSm100" in kernel.name else _reason_of_prefill
-    rules = equivalent_faults.equivalent, reason_of_tensor_fence, of_kernel
+    rules = equivalent_faults.equivalent, reason_of_tensor_fence, _reason_of_dequantization, of_kernel
     return next((reason for rule in rules if (reason := rule(fault, kernel))), "")
+
+
+def _reason_of_dequantization(fault: Fault, kernel: Kernel) -> str:
+    meets = [i.pc for i in kernel.instrs if i.text.startswith(f"bar.sync {int(NamedBarrier.DEQUANT)},")]
+    if fault.kind == "wrong barrier number" and fault.sites[0] in meets:
+        return "the warps that dequantize meet at the next barrier, which no other warp uses"
+    if fault.kind == "drop fence.proxy.async" and meets and fault.sites[0] < meets[0]:
+        return "the warps that dequantize read the rows of zeros through the generic proxy"
+    # With as many threads as keys, a thread of NVFP4 reads a row and writes this row. It looks values up by prmt.
+    pc = fault.sites[0]
+    if fault.kind == "drop bar.sync" and pc in meets and any(i.op == "prmt.b32" for i in kernel.instrs[pc : pc + 60]):
+        return "a thread overwrites only the row that it has read itself"
+    if fault.kind == "drop bar.warp.sync" and meets and meets[0] - 99 < pc < meets[-1]:
+        return "each lane waits for the tile itself, and reads and writes its own row"
+    return ""
 
 
 def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
