@@ -59,20 +59,19 @@ def products(ptx: str) -> Counter[Product]:
 @of_each_kernel
 def test_products(config: Sm100DecodeConfig) -> None:
     """A tile of keys takes an instruction for 16 columns of K, and four for 64 columns of V. The loops over tiles are
-    not unrolled. M is 64 keys or columns of V, and N is the rows of a warpgroup. V is M-major in shared memory;
-    dequantized operands are in tensor memory."""
+    not unrolled. M is 64 keys or columns of V, and N is the rows of all warpgroups. V is M-major in shared memory.
+    Dequantized operands are in tensor memory, and products of each warpgroup's tile have code of their own."""
     ptx = artifact(config).ptx.read_text()
     assert not re.search(r"\bwgmma\.|\bmma\.sync", ptx)
     dequantizes = config.kv_type is not KvType.WIDE
     types = (TYPES["fp16" if dequantizes else config.dtype],) * 2
-    rows, blocks = config.rows // config.consumer_warpgroups, -(-config.head_dim_v // MMA_ROWS)
-    found = products(ptx)
-    assert {(p.n, p.m, p.n_major_b, p.types) for p in found} == {(rows, MMA_ROWS, False, types)}
+    blocks, found = -(-config.head_dim_v // MMA_ROWS), products(ptx)
+    assert {(p.n, p.m, p.n_major_b, p.types) for p in found} == {(config.rows, MMA_ROWS, False, types)}
     assert {p.a_in_tensor_memory for p in found} == {dequantizes}
     of_values = blocks * LEAF_TILE // MMA_DEPTH
     if dequantizes:  # whole column blocks of K
         k_columns = -(-config.layout.tile_dims[0] // MMA_ROWS) * MMA_ROWS
-        assert [*found.values()] == [k_columns // MMA_DEPTH + of_values]
+        assert [*found.values()] == [config.consumer_warpgroups * (k_columns // MMA_DEPTH + of_values)]
     else:
         of_keys = 2 * config.layout.depth[0] // MMA_DEPTH  # of a segment's first leaf, and of the next leaf
         assert {p.m_major_a: count for p, count in found.items()} == {False: of_keys, True: of_values}
@@ -87,16 +86,17 @@ def test_tensor_memory(config: Sm100DecodeConfig) -> None:
         found = re.findall(rf"\btcgen05\.{instruction}\b.*, (\d+);", ptx)
         assert found == [str(config.allocated_columns)], instruction
     loads = re.findall(r"\btcgen05\.ld\.sync\.aligned\.(\w+)\.x(\d+)\.b32", ptx)
-    rows = config.rows // config.consumer_warpgroups
+    warpgroups, products = config.consumer_warpgroups, config.leaf_tiles + config.value_blocks
     assert {shape for shape, _ in loads} == {"16x256b"}
-    assert sum(8 * int(count) for _, count in loads) == rows * (config.leaf_tiles + config.value_blocks)
-    assert ptx.count("tcgen05.wait::ld") == 2
+    assert sum(8 * int(count) for _, count in loads) == config.rows // warpgroups * products
+    # The rows of a warpgroup are some columns of each product.
+    assert ptx.count("tcgen05.wait::ld") == (2 if warpgroups == 1 else products)
     assert ptx.count("tcgen05.wait::st") == (0 if config.kv_type is KvType.WIDE else 2)
     stores = re.findall(r"\btcgen05\.st\.sync\.aligned\.(\w+)\.x(\d+)\.b32", ptx)
     assert {shape for shape, _ in stores} == (set() if config.kv_type is KvType.WIDE else {"16x128b"})
     # One commit releases each tile of K and of V, or of operand A, and one signals S and O of a leaf. Over 16-bit
     # caches S of a segment's first leaf has code of its own.
-    assert ptx.count("tcgen05.commit") == (6 if config.kv_type is KvType.WIDE else 4)
+    assert ptx.count("tcgen05.commit") == (6 if config.kv_type is KvType.WIDE else 2 + 2 * warpgroups)
 
 
 @of_each_kernel
@@ -138,14 +138,14 @@ def most_leaf_spills(config: Sm100DecodeConfig) -> int:
     """Return the spills that a leaf may have. A leaf takes microseconds of memory time.
 
     With two warpgroups a thread has 232 registers. 64 rows with leaves of four tiles take 64 for S, up to 64 for O,
-    and the state of 32 rows. They have 12 to 24 spills, and 66 with drafts over padded columns (2026-11-27). 32 rows
-    have up to 8. With one warpgroup, 16 rows of 256 columns spill 17, and of fewer columns up to 6. NVFP4 spills up to
+    and the state of 32 rows. They have 8 to 24 spills, and 65 with drafts over padded columns (2026-11-27). 32 rows
+    have up to 3, and 14 at head dim 64 with a window. With one warpgroup, 16 rows of 256 columns spill 17, and of fewer columns up to 6. NVFP4 spills up to
     2.
     """
     if config.rows == 64:
         return 66 if config.head_dim_v % 64 else 24
     if config.rows == 32:
-        return 8
+        return 14 if config.head_dim_v == 64 else 3
     if config.rows == 16:
         return 17 if config.head_dim_v > 192 else 6
     return 2 if config.kv_type is KvType.NVFP4 else 0
