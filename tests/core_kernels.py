@@ -43,8 +43,6 @@ KERNELS = {
     "prefill_sm_100a_bf16_d256_chunked_pages16": "head dim 256, which has no tensor-memory kernel; compiled only",
     "prefill_sm_103a_tcgen05_bf16_d128_causal_pages16": "the usual prefill for sm_103a; compiled only",
     "prefill_sm_103a_tcgen05_e4m3_to_bf16_d128_causal_pages16": "e4m3 products for sm_103a; compiled only",
-    "prefill_sm_103a_tcgen05_bf16_d128_causal_kv_e4m3_pages16": "an e4m3 cache for sm_103a; compiled only",
-    "prefill_sm_103a_tcgen05_bf16_d128_causal_kv_nvfp4_pages16": "an NVFP4 cache for sm_103a; compiled only",
     "decode_sm_100a_tcgen05_bf16_d128_full_rows8_pages16": "the usual decode, with S and O in tensor memory",
     "decode_sm_100a_tcgen05_bf16_d128_full_pages16": "64 rows in two warpgroups, which add leaves in registers",
     "decode_sm_100a_tcgen05_fp16_d128_sliding_window_rows8_rows": "fp16 and a window, copied by lanes",

@@ -59,19 +59,13 @@ PREFILL = covering_configs()
 # sm_103a has the code of sm_100a, so a kernel of each head dim is enough, with one of the highest register use.
 SM_103A_BF16 = "prefill_sm_103a_tcgen05_bf16_"
 SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
-SM_103A += ("d128_causal_kv_e4m3_pages16", "d128_causal_kv_nvfp4_pages16")
 BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),
     *covering_blackwell_fp8_configs("sm_100a"),
     *covering_blackwell_fp8_configs("sm_103a")[:1],
     *covering_blackwell_narrow_configs("sm_100a"),
     Sm100PrefillConfig("sm_100a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
-    *(
-        c
-        for kind in (covering_blackwell_configs, covering_blackwell_narrow_configs)
-        for c in kind("sm_103a")
-        if c.name.removeprefix(SM_103A_BF16) in SM_103A
-    ),
+    *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix(SM_103A_BF16) in SM_103A),
 ]
 # K and V of 8 bits: boxes and rows, with one column block and several, with one consumer warpgroup and two.
 FP8_PREFILL = [
@@ -181,8 +175,7 @@ SM120_ON_BLACKWELL = [
     replace(config, arch="sm_100a")
     for config in (
         *(c for c in COVERING_SM120_DECODE if "d128_draft_rows32" in c.name or "d576_512_causal_rows16_p" in c.name),
-        *(c for c in SM120 if "e4m3_to_bf16_d128" in c.name or "bf16_d192_full_kv_e4m3" in c.name),
-        *(c for c in SM120 if "bf16_d192_sliding_window_kv_nvfp4" in c.name),
+        *(c for c in SM120 if re.search("e4m3_to_bf16_d128|bf16_d192_(full|sliding_window)_kv", c.name)),
         *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in PAIRED_STACK),
     )
 ]

@@ -35,9 +35,8 @@ def _roles(correction: int, producers: int, **more: Role) -> RoleTable:
 # model``, 2026-11-26).
 ROLES = _roles(CORRECTION_REGISTERS, PRODUCER_REGISTERS)
 # Over narrow caches four more warps dequantize, and the sum equals the registers of 896 threads. Softmax keeps its
-# registers. Other shares spill more, also those with more registers for correction or dequantization: over NVFP4 at
-# head dim 128, dequantization has 2 instructions for spills a step, and 33 with 88, 48, 40 and 64 registers
-# (2026-11-27).
+# registers. Other shares spill more, also those with more registers for correction or dequantization. With 88, 48, 40
+# and 64 registers, a step's dequantization of NVFP4 has 33 instructions for spills, and with these 2 (2026-11-27).
 DEQUANT_ROLES = _roles(32, 32, dequantize=Role(4, 56))
 
 

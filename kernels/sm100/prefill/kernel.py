@@ -112,6 +112,11 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             roles.edge("o", "mma", "correction", Q_TILES),
         )
 
+    def _load(self, part: int, atom, tile, rings, zeroing_barrier, work_queue, operand) -> None:
+        """Load K (``part`` 0) or V (1) of all work tiles."""
+        shared, ring = shared_address(tile.iterator), loading_ring(self, rings, part)
+        self.load_kv(atom, shared, ring, zeroing_barrier, work_queue, operand)
+
     @cute.kernel
     def kernel(
         self,
@@ -138,8 +143,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), zeroing_barriers)
         fill_padding(addresses, geometry)
         tmem.after_signal()
-        tensor_memory = shared_array(Int32, slot)[0]
-        table = self.config.roles.roles
+        tensor_memory, table = shared_array(Int32, slot)[0], self.config.roles.roles
 
         if warp < CORRECTION_WARP:
             self.set_registers(table["softmax"].registers)
@@ -165,12 +169,10 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
                 Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                shared, ring = shared_address(tiles.k.iterator), loading_ring(self, rings, 0)
-                self.load_kv(k_atom, shared, ring, zeroing_barriers, work_queue, key)
+                self._load(0, k_atom, tiles.k, rings, zeroing_barriers, work_queue, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                shared, ring = shared_address(tiles.v.iterator), loading_ring(self, rings, 1)
-                self.load_kv(v_atom, shared, ring, zeroing_barriers + 1, work_queue, value)
+                self._load(1, v_atom, tiles.v, rings, zeroing_barriers + 1, work_queue, value)
             if warp == Q_WARP:
                 parts = (geometry, addresses, mask, self.tile.n, TileShape.of(1, self.tile.m))
                 LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, rings.q).publish(work_queue)

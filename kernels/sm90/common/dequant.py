@@ -1,8 +1,8 @@
-"""Converting warpgroups of Hopper prefill, between the warps that load K and V and the warpgroups that multiply them.
+"""Converting warpgroups of prefill, between the warps that load K and V and the ones that multiply them.
 
-With 16-bit queries they dequantize 8-bit or 4-bit K and V. The attend warpgroups see no difference, so results are
-bitwise equal to the results for 16-bit K and V with the same values. With 8-bit queries one warpgroup transposes V:
-8-bit products need the keys along the rows of shared memory.
+They serve wgmma on Hopper, and tcgen05. With 16-bit queries they dequantize 8-bit or 4-bit K and V. The roles that
+attend see no difference, so results are bitwise equal to the results for 16-bit K and V with the same values. With
+8-bit queries one warpgroup transposes V: 8-bit products need the keys along the rows of shared memory.
 """
 
 import math

@@ -209,8 +209,10 @@ def covering_blackwell_fp8_configs(arch: str = "sm_100a") -> list[Sm100PrefillCo
 
 
 def covering_blackwell_narrow_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig]:
-    """Return Blackwell prefill kernels over e4m3 and NVFP4 caches: every head dim of a tile, fetch, mask, score, output
-    and kind of scales once with each cache."""
+    """Return Blackwell prefill kernels over e4m3 and NVFP4 caches.
+
+    With each cache they have every tile, fetch, mask, score, output and kind of scales.
+    """
     full, causal, window, chunked = MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED
     narrow, middle, unequal, uneven = (64, 64), (128, 128), (192, 128), dict(uneven_pages=True)
     of_heads, linear = dict(k_head_scales=True, v_head_scales=True), dict(linear_v_scales=True)
