@@ -116,7 +116,7 @@ class TestResolve:
 
     @pytest.mark.parametrize("dims", [dims for dims in TILES if dims[0] % 16 == 0], ids=str)  # rows that TMA takes
     def test_e4m3_caches_with_16_bit_queries(self, dims: tuple[int, int], arch: str) -> None:
-        """Their tiles are those of 16-bit caches, because K and V are dequantized in place."""
+        """They have the tiles of 16-bit caches, because K and V are dequantized in place."""
         key, value = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
         wide = paged(*cache("tuple-HND", 16, dims))
         problem = replace(wide, key=key, value=value)

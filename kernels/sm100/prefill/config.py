@@ -17,34 +17,31 @@ Q_TILES = 2  # of a CTA: the softmax of one overlaps the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
 
 HALVES = 2  # of a step's keys: two softmax threads share a row
-SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 96, 56, 40
+SOFTMAX_REGISTERS, OTHER_REGISTERS = 104, 32
 
 
-def _roles(correction: int, producers: int, **more: Role) -> RoleTable:
-    """Return the roles with these registers for a thread of correction, and of the warps that load, schedule and issue
-    products."""
-    softmax, producer = Role(4 * Q_TILES * HALVES, SOFTMAX_REGISTERS), Role(1, producers)
-    others = dict.fromkeys(("mma", "load_k", "load_v", "load_q"), producer)
-    return RoleTable(dict(softmax=softmax, correction=Role(4, correction)) | others | more)
+def _roles(softmax: int, **more: Role) -> RoleTable:
+    """Return the roles with ``softmax`` registers for a thread of softmax."""
+    warps = dict(correction=4, mma=1, load_k=1, load_v=1, load_q=1)
+    others = {name: Role(count, OTHER_REGISTERS) for name, count in warps.items()}
+    return RoleTable(dict(softmax=Role(4 * Q_TILES * HALVES, softmax)) | others | more)
 
 
 # Four warpgroups compute softmax: each thread has half of a row of scores. One warpgroup corrects and stores O, 16
 # columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of 768
-# threads at launch. A step has 9 to 30 instructions for spills, up to 51 with slopes or caps. It pays: with one thread
-# for each row, which has 200 registers, a step's softmax takes 1900 instead of 1070 cycles (``python -m hopwell.perf
-# model``, 2026-11-26).
-ROLES = _roles(CORRECTION_REGISTERS, PRODUCER_REGISTERS)
-# Over narrow caches four more warps dequantize, and the sum equals the registers of 896 threads. Softmax keeps its
-# registers. Other shares spill more, also those with more registers for correction or dequantization. With 88, 48, 40
-# and 64 registers, a step's dequantization of NVFP4 has 33 instructions for spills, and with these 2 (2026-11-27).
-DEQUANT_ROLES = _roles(32, 32, dequantize=Role(4, 56))
+# threads at launch. A step has 0 to 11 instructions for spills, and up to 26 with slopes. With 96 registers for softmax
+# and more for the others it had twice to four times as many (2026-11-27). It pays: with one thread for each row, which
+# has 200 registers, a step's softmax takes 1900 instead of 1070 cycles (``python -m hopwell.perf model``, 2026-11-26).
+ROLES = _roles(SOFTMAX_REGISTERS)
+# Over narrow caches four more warps dequantize, and the sum equals the registers of 896 threads. Other shares spill
+# more, also with more registers for correction or dequantization. With 88, 48, 40 and 64 registers, a step's
+# dequantization of NVFP4 has 33 instructions for spills, and with these 2 (2026-11-27).
+DEQUANT_ROLES = _roles(96, dequantize=Role(4, 56))
 
 
 def _tile(n: int, kv_stages: int) -> Tile:
     rows = Q_TILES * Q_TILE_ROWS
-    return Tile(
-        rows, n, Q_TILES, kv_stages, producer_registers=PRODUCER_REGISTERS, consumer_registers=SOFTMAX_REGISTERS
-    )
+    return Tile(rows, n, Q_TILES, kv_stages, producer_registers=OTHER_REGISTERS, consumer_registers=SOFTMAX_REGISTERS)
 
 
 # S takes a column per key and O one per column of V, for each of the two query tiles. 256 columns of V exceed tensor

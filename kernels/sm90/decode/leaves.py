@@ -49,8 +49,8 @@ class WarpgroupExchange:
         cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.warpgroup, number_of_threads=WARPGROUP)
 
     def meet_for_products(self) -> None:
-        """Wait for all warps that write operands of the next products: of this warpgroup, or of all if a product has
-        the rows of all warpgroups."""
+        """Wait for all warps that write operands of the next products. All warpgroups do if a product has the rows of
+        all."""
         if self.kernel.products.shares_rows:
             threads = self.kernel.config.consumer_warpgroups * WARPGROUP
             cute.arch.barrier(barrier_id=NamedBarrier.ALL_CONSUMERS, number_of_threads=threads)
