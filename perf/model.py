@@ -163,7 +163,7 @@ def compiled(does: Work, config: Sm100PrefillConfig, rates: Rates) -> PrefillLoo
             l2=does.loaded_bytes,
         )
         chains = Chain((score, early, Arrival(), value)), Chain((score, whole, Arrival(), late))
-        operations = (*[score, value] * Q_TILES, moved, whole, *correction, issues)
+        operations: tuple[Operation, ...] = (*[score, value] * Q_TILES, moved, whole, *correction, issues)
         step = Step(config.tile.n, work, operations, chains)
         return step if does.dequantization is None else _with_dequantization(step, does, config, rates)
 
