@@ -16,6 +16,7 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct, shared_address
 from hopwell.kernels.parts.core.ptx import ptx
+from hopwell.kernels.sm100.common.resources import BOX_TENSOR_COLUMNS
 
 ROWS = 128  # of an accumulator: lanes of tensor memory
 DEPTH_COLUMNS = 8  # tensor-memory columns that hold the 32 bytes of a row of A
@@ -134,6 +135,23 @@ class TensorOperand:
 
     def place(self, name: str, word: str, k: int) -> str:
         return f"[{word} + {DEPTH_COLUMNS * (k - self.first)}]"
+
+
+def copy_box(place, box: StagedOperand, ctas: int) -> None:
+    """Copy a box of 64 rows of 128 bytes from shared to tensor memory, as operand A. One thread calls this.
+
+    The accumulators of 64 rows of a CTA have two lanes for each row, and so does the copy. Products that the same
+    thread issues later read it (PTX ISA, "Implicitly pipelined tcgen05 instructions").
+    """
+    vectors = copy.SWIZZLE_ROW_BYTES // copy.VECTOR_BYTES
+    for i in range(vectors):
+        ptx(
+            f"{{ .reg .b32 low; .reg .b64 a; add.s32 low, {{$r1}}, {i}; mov.b64 a, {{low, {box.operand.high_word}}}; "
+            f"tcgen05.cp.cta_group::{ctas}.64x128b.warpx2::02_13 "
+            f"[{{$r0}} + {BOX_TENSOR_COLUMNS // vectors * i}], a; }}",
+            place,
+            box.word,
+        )
 
 
 @cute.jit

@@ -10,6 +10,8 @@ from hopwell.kernels.hardware import ARCHITECTURES, WARPS, with_instruction
 
 TENSOR_MEMORY_COLUMNS = min(ARCHITECTURES[arch].tensor_memory_columns for arch in with_instruction("tcgen05"))
 
+BOX_TENSOR_COLUMNS = 32  # of rows of 128 bytes, as operand A
+
 CTAS = 2  # of a pair, whose CTAs share matrix instructions
 
 

@@ -10,7 +10,14 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile, Traits
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import ALIGNMENT, LATENT_SWAP_AB_ROWS, LaunchSizes, cta_part_slots
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.sm100.common.resources import CTAS, Columns, Role, RoleTable
+from hopwell.kernels.sm100.common.resources import (
+    BOX_TENSOR_COLUMNS,
+    CTAS,
+    TENSOR_MEMORY_COLUMNS,
+    Columns,
+    Role,
+    RoleTable,
+)
 
 CTA_ROWS = 64  # of the tile, in each CTA
 # Packed rows of a request. The kernel of few rows serves fewer. With up to 64 rows, the second CTA has padding only. A
@@ -105,8 +112,17 @@ class Sm100MlaConfig(MlaConfig):
 
     @property
     def columns(self) -> Columns:
-        """Columns of tensor memory. A row of a CTA has two lanes, each with half of its scores and of its output."""
-        return Columns(dict(s=KEYS // CTAS, o=self.head_dim_v // CTAS))
+        """Columns of tensor memory. A row of a CTA has two lanes, each with half of its scores and of its output, and
+        both with the boxes of Q."""
+        q = self.q_boxes_in_tmem * BOX_TENSOR_COLUMNS
+        return Columns(dict(s=KEYS // CTAS, o=self.head_dim_v // CTAS, q=q))
+
+    @property
+    def q_boxes_in_tmem(self) -> int:
+        """Boxes of Q, the first ones, that products read from tensor memory. Shared memory limits the kernel, and in
+        each step products would read all of Q from it."""
+        used = KEYS // CTAS + self.head_dim_v // CTAS
+        return min((TENSOR_MEMORY_COLUMNS - used) // BOX_TENSOR_COLUMNS, self.k_boxes)
 
     @property
     def k_boxes(self) -> int:

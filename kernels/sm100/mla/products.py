@@ -11,8 +11,9 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.sm100.common import pair, tmem
-from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, issue
+from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, copy_box, issue
 from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing
+from hopwell.kernels.sm100.common.resources import BOX_TENSOR_COLUMNS
 from hopwell.kernels.sm100.mla.config import CTA_ROWS, CTAS, KEYS, PRODUCT_COLUMNS, Sm100MlaConfig
 
 
@@ -31,6 +32,7 @@ class StepOrder:
             self.take_q(work)
             steps = tile.keys.end - tile.keys.begin
             if steps > 0:
+                self.begin_scores(work, step)
                 self.scores(work, step)
                 for i in cutlass.range(1, steps, unroll=1):
                     self.scores(work, step + 1)
@@ -63,6 +65,9 @@ class StepOrder:
 
     def give_back_q(self, work) -> None:
         """Release Q after the work tile's last S."""
+
+    def begin_scores(self, work, step) -> None:
+        """Prepare Q of a work tile, whose first step is ``step``."""
 
     def scores(self, work, step) -> None:
         """Take K of a step."""
@@ -148,31 +153,49 @@ class Products(PairOrder):
             self.q_ring.release(work)
 
     @cute.jit
+    def begin_scores(self, work, step):
+        """Copy the first boxes of Q to tensor memory. Softmax has S of the work tile before, so its products with Q are
+        done."""
+        self.s_ring.wait_released_by_both(step)
+        tmem.after_signal()
+        with cute.arch.elect_one():
+            for i in cutlass.range(self.kernel.config.q_boxes_in_tmem, unroll=1):
+                copy_box(self.q_place(i), self.q.at(self.q_ring.stage(work) * self.k_stages + i), CTAS)
+
+    def q_place(self, i):
+        """Return the address of box ``i`` of Q in tensor memory."""
+        return self.tensor_memory + (self.kernel.config.columns.first("q") + i * BOX_TENSOR_COLUMNS)
+
+    @cute.jit
     def scores(self, work, step):
         """Issue S = Q K^T of a step, box by box as keys arrive."""
         self.s_ring.wait_released_by_both(step)
         tmem.after_signal()
         box = BLOCK_COLUMNS * HALFWORD_BYTES // self.kernel.config.q_bytes
         whole, rest = divmod(self.kernel.config.head_dim_qk, box)
+        in_tmem = self.kernel.config.q_boxes_in_tmem
         # Not unrolled: the compiler would compute all descriptors and barriers before the loop over steps, and spill.
-        for i in cutlass.range(whole, unroll=1):
-            self.add_box(work, step, i, box)
+        for i in cutlass.range(min(whole, in_tmem), unroll=1):
+            self.add_box(work, step, i, box, True)
+        for i in cutlass.range(in_tmem, whole, unroll=1):
+            self.add_box(work, step, i, box, False)
         if const_expr(rest > 0):
-            self.add_box(work, step, Int32(whole), rest)
+            self.add_box(work, step, Int32(whole), rest, in_tmem > whole)
         with cute.arch.elect_one():
             pair.fill_of_both(self.s_ring, step)
 
     @cute.jit
-    def add_box(self, work, step, i, columns: cutlass.Constexpr[int]):
-        """Add the product of the first ``columns`` columns of the step's box ``i`` to S."""
+    def add_box(self, work, step, i, columns: cutlass.Constexpr[int], in_tmem: cutlass.Constexpr[bool]):
+        """Add the product of the first ``columns`` columns of the step's box ``i`` to S. ``in_tmem``: whether the box
+        of Q is in tensor memory."""
         place = self.tensor_memory + self.kernel.config.columns.first("s")
         mma = Mma(self.kernel.dtype, KEYS, CTAS * CTA_ROWS, ctas=CTAS)
         stage, block = step * self.k_stages + i, self.q_ring.stage(work) * self.k_stages + i
         self.take(self.k_ring, stage)
         tmem.after_signal()
         with cute.arch.elect_one():
-            q, k = self.q.at(block), self.k.at(self.k_ring.stage(stage))
-            issue(place, q, k, mma, (0, columns), (i > 0).to(Int32))
+            q = TensorOperand(self.q_place(i)) if const_expr(in_tmem) else self.q.at(block)
+            issue(place, q, self.k.at(self.k_ring.stage(stage)), mma, (0, columns), (i > 0).to(Int32))
             self.k_ring.release(stage)
 
     @cute.jit
