@@ -8,7 +8,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from hopwell.kernels.sm100.mla.correction import RESCALED_COLUMNS
 from hopwell.perf.blackwell_kernels import LATENT_DIMS, NVFP4_BITS, Order, leaves, mla, pair_prefill, prefill
 from hopwell.perf.blackwell_rates import Rates
 from hopwell.perf.calibration import DECODE as DECODE_FAMILY
@@ -65,18 +64,19 @@ def _prefill_plans() -> Iterator[Plan]:
 
 
 def _mla_plans() -> Iterator[Plan]:
-    compiled: dict[str, Any] = dict(rescaled_at_once=RESCALED_COLUMNS)
+    # As ``Sm100MlaConfig.rescaled_columns``.
+    wide: dict[str, Any] = dict(rescaled_at_once=32)
+    fp8: dict[str, Any] = dict(rescaled_at_once=64)
     for name, case, step in (
-        ("MLA bf16, Q in shared memory, compiled", "M1", mla(16, **compiled)),
-        ("MLA bf16, 2/3 of Q in tensor memory", "M1", mla(16, 2 / 3)),
-        ("MLA bf16, half of V in place, Q in shared memory", "M1", mla(16, in_place=Order.STEPS, **compiled)),
+        ("MLA bf16, Q in shared memory", "M1", mla(16, **wide)),
+        ("MLA bf16, 2/3 of Q in tensor memory, compiled", "M1", mla(16, 2 / 3, **wide)),
+        ("MLA bf16, half of V in place, Q in shared memory", "M1", mla(16, in_place=Order.STEPS, **wide)),
         ("MLA bf16, half of V in place, 2/3 of Q in tensor memory", "M1", mla(16, 2 / 3, in_place=Order.STEPS)),
         ("MLA bf16, and S and P V box by box", "M1", mla(16, 2 / 3, in_place=Order.BOXES)),
         ("MLA bf16, lists by gather4", "S1", mla(16, 2 / 3)),
-        ("MLA e4m3, Q in shared memory, compiled", "M1-fp8", mla(8, **compiled)),
-        ("MLA e4m3, 128 columns of O at once", "M1-fp8", mla(8)),
-        ("MLA e4m3, and 8/9 of Q in tensor memory", "M1-fp8", mla(8, 8 / 9)),
-        ("MLA e4m3, and half of V in place", "M1-fp8", mla(8, 8 / 9, in_place=Order.STEPS)),
+        ("MLA e4m3, Q in shared memory", "M1-fp8", mla(8, **fp8)),
+        ("MLA e4m3, Q in tensor memory, compiled", "M1-fp8", mla(8, 1.0, **fp8)),
+        ("MLA e4m3, and half of V in place", "M1-fp8", mla(8, 1.0, in_place=Order.STEPS)),
         ("MLA over rows of 656 bytes, lists", "S1-fp8", mla(16, 2 / 3, packed_rows=True)),
     ):
         yield Plan(name, _CASES[case], step, MLA_FAMILY)

@@ -12,7 +12,6 @@ pytest.importorskip("tabulate")
 from hopwell.kernels.config.mla import shipped_mla_configs
 from hopwell.kernels.jit.toolchain import artifact
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
-from hopwell.kernels.sm100.mla.correction import RESCALED_COLUMNS
 from hopwell.kernels.sm100.prefill.config import HALVES
 from hopwell.perf import blackwell_plans, calibration
 from hopwell.perf.blackwell_kernels import DEQUANT, NVFP4_BITS, Order, leaves, mla, pair_prefill, prefill
@@ -306,4 +305,4 @@ def test_the_estimate_of_a_rescale_is_that_of_compiled_code(dtype: str) -> None:
     times = issue_times(path, B200.timings, Timing(B200.other_latency))
     waits = [time for one, time in zip(path, times, strict=True) if one.root == "SYNCS"]
     found = waits[-1] - waits[-2]
-    assert Rescale(256, RESCALED_COLUMNS, always=True).latency(B200) == pytest.approx(found, rel=0.1)
+    assert Rescale(256, config.rescaled_columns, always=True).latency(B200) == pytest.approx(found, rel=0.1)

@@ -118,6 +118,12 @@ class Sm100MlaConfig(MlaConfig):
         return Columns(dict(s=KEYS // CTAS, o=self.head_dim_v // CTAS, q=q))
 
     @property
+    def rescaled_columns(self) -> int:
+        """Columns of O that a thread of correction rescales at once. In e4m3 nearly every step rescales O, and waits
+        for fewer loads with 64. In 16 bits few steps do, and 64 would spill 8 bytes in most kernels (2026-11-27)."""
+        return 64 if self.uses_fp8_mma else 32
+
+    @property
     def q_boxes_in_tmem(self) -> int:
         """Boxes of Q, the first ones, that products read from tensor memory. Shared memory limits the kernel, and in
         each step products would read all of Q from it."""

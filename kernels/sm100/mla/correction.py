@@ -21,8 +21,6 @@ from hopwell.kernels.sm100.common.pair import LeaderRing
 from hopwell.kernels.sm100.mla.config import CTA_ROWS, CTAS
 from hopwell.kernels.sm100.mla.softmax import FACTORS, RowHalf, thread
 
-RESCALED_COLUMNS = 32  # of O at once
-
 
 @device_struct(frozen=True)
 class HalfRows:
@@ -117,11 +115,12 @@ class Correction:
         """Multiply O by each row's factor. Most factors are 1, and a warp skips O if all of its rows have factor 1."""
         if cute.arch.vote_any_sync(factor != 1.0):
             tmem.after_signal()
-            values = LaneRow(cute.make_rmem_tensor(RESCALED_COLUMNS, Float32), RESCALED_COLUMNS)
-            for first in cutlass.range_constexpr(0, self.columns, RESCALED_COLUMNS):
+            at_once = self.kernel.config.rescaled_columns
+            values = LaneRow(cute.make_rmem_tensor(at_once, Float32), at_once)
+            for first in cutlass.range_constexpr(0, self.columns, at_once):
                 place = self._output() + first
                 tmem.load(place, values)
-                tmem.store_words(place, [values.get(0, c) * factor for c in range(RESCALED_COLUMNS)])
+                tmem.store_words(place, [values.get(0, c) * factor for c in range(at_once)])
             tmem.wait_stores()
         tmem.before_signal()
 
