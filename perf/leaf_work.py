@@ -87,7 +87,7 @@ class Leaf:
         issued = [time for time, one in zip(times, code, strict=True) if one.root == "UTCHMMA"]
         tile = burst.count * burst.interval / self.tiles
         waits, done = (tile + signal if self.buffers == 1 else 0.0), 0.0
-        for i, time in enumerate(issued[:: len(issued) // self.tiles]):
+        for i, time in enumerate(issued[:: max(len(issued) // self.tiles, 1)]):
             done = max(done, time + i * waits) + tile
         return done
 

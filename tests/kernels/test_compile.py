@@ -214,10 +214,10 @@ SPILL = (
 # registers, and over 8-bit caches two. The others are stored once in a node or a segment. Stores take time: with twelve
 # instead of three registers in a leaf, eight new tokens took 404 instead of 388 us (H100, 2026-11-26).
 SHARED_ROWS_STACK = {1: 16, 2: 40}
-# Code before the roles has 128 registers, so an address that all roles use is spilled. K reads it 4 times a step. With
-# top-k indices the schedule warp spills five more. Other shares of the registers spill as much or more.
-INVARIANT_PAIR_STACK = 24
-# Softmax threads of tcgen05 prefill have 96 registers, see ``test_tcgen05_resources.py``.
+# Code before the roles has 128 registers, so an address that all roles use is spilled, in e4m3 with boxes of up to 16
+# keys as well. K reads it 4 times a step. With top-k indices the schedule warp spills five more.
+INVARIANT_PAIR_STACK, FP8_PAIR_STACK = 24, 8
+# Softmax threads of tcgen05 prefill have 104 registers, see ``test_tcgen05_resources.py``.
 TCGEN05_STACK = 192
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
@@ -312,8 +312,8 @@ def most_stack(config: KernelConfig) -> int:
         return NARROW_STACK if dequantizes_for_itself(config) else SM120_STACK[config.family]
     if isinstance(config, Sm100PrefillConfig):
         return TCGEN05_STACK
-    if isinstance(config, Sm100MlaConfig) and config.batch_invariant:
-        return INVARIANT_PAIR_STACK
+    if isinstance(config, Sm100MlaConfig):
+        return INVARIANT_PAIR_STACK if config.batch_invariant else FP8_PAIR_STACK * config.uses_fp8_mma
     if isinstance(config, DecodeConfig) and config.accumulated_levels and config.head_dim_v > 64:
         return SHARED_ROWS_STACK[config.kv_bytes] if config.rows == splitting.ROWS else 0
     return 8 if config.name.startswith(SPILL) else 0

@@ -291,7 +291,8 @@ class TestResources:
         others = 2 * 512 + 2 * 512 + 16 + 4 * work_queue_stride(SplitTile.INTS)
         assert kernel.shared_bytes == operands + barriers + others
         assert kernel.shared_bytes <= ARCHITECTURES["sm_100a"].shared_bytes
-        assert (config.columns.first("s"), config.columns.first("o"), config.columns.total) == (0, 64, 64 + v // 2)
+        in_tmem = 6 if (dims, dtype) == (WIDE, "bf16") else row // 128  # boxes of Q
+        assert [*config.columns.widths.items()] == [("s", 64), ("o", v // 2), ("q", 32 * in_tmem)]
 
     @pytest.mark.parametrize("by_lanes", [False, True])
     def test_edges(self, by_lanes: bool) -> None:
