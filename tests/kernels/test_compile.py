@@ -409,19 +409,19 @@ def test_tensor_cores_and_copies_of_pairs(config: Sm100MlaConfig) -> None:
     ptx = artifact(config).ptx.read_text()
     groups = re.findall(r"\btcgen05\.(\w+)\.cta_group::(\d)", ptx)
     assert {group for _, group in groups} == {"2"}
-    assert {name for name, _ in groups} == {"alloc", "relinquish_alloc_permit", "dealloc", "mma", "commit"}
+    assert {name for name, _ in groups} == {"alloc", "relinquish_alloc_permit", "dealloc", "mma", "commit", "cp"}
     assert re.findall(r"\btcgen05\.(?:alloc|dealloc)\b.*, (\d+);", ptx) == [str(TENSOR_MEMORY_COLUMNS)] * 2
     assert config.columns.total <= TENSOR_MEMORY_COLUMNS
 
-    # A box of K has 128 bytes of each key to reduce over, four instructions, and the rest of a key may fill half a box.
-    # A stage of V takes four instructions. S is issued in the first step and in the others, O in the others and in the
-    # last.
-    kinds = re.findall(r"\btcgen05\.mma\S*::(\w+) \[%r\d+\], a, b, (\d+), p;", ptx)
+    # A box of K takes four instructions, the rest of a key up to two. Boxes of Q that are not in tensor memory have a loop
+    # of their own. A stage of V takes four. S is issued in the first step and in the others, then O.
+    kinds = re.findall(r"\btcgen05\.mma\S*::(\w+) \[%r\d+\], (?:a|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx)
     found = [(int(kind) >> 17 & 63, int(kind) >> 24 & 31) for _, kind in kinds]
     assert sorted(set(found)) == [(128 // 8, 128 // 16), (256 // 8, 128 // 16)]
     assert {name for name, _ in kinds} == {"f8f6f4" if config.uses_fp8_mma else "f16"}
-    rest = config.head_dim_qk * config.q_bytes % 128 // 32
-    assert len(found) == ptx.count("tcgen05.mma") == 2 * (4 + rest + 4)
+    boxes, rest = divmod(config.head_dim_qk * config.q_bytes, 128)
+    in_shared = 4 if boxes > config.q_boxes_in_tmem else 0
+    assert len(found) == ptx.count("tcgen05.mma") == 2 * (4 + in_shared + rest // 32 + 4)
     assert ".multicast::cluster" in ptx
     # Threads of both CTAs arrive at the leader's barriers with the scope of the cluster.
     assert not re.search(r"mbarrier\.arrive\.(?:release\.cta\.)?shared::cluster", ptx)
