@@ -413,8 +413,8 @@ def test_tensor_cores_and_copies_of_pairs(config: Sm100MlaConfig) -> None:
     assert re.findall(r"\btcgen05\.(?:alloc|dealloc)\b.*, (\d+);", ptx) == [str(TENSOR_MEMORY_COLUMNS)] * 2
     assert config.columns.total <= TENSOR_MEMORY_COLUMNS
 
-    # A box of K takes four instructions, the rest of a key up to two. Boxes of Q that are not in tensor memory have a loop
-    # of their own. A stage of V takes four. S is issued in the first step and in the others, then O.
+    # A box of K takes four instructions, the rest of a key up to two. Boxes of Q that are not in tensor memory have a
+    # loop of their own. A stage of V takes four. S is issued in the first step and in the others, then O.
     kinds = re.findall(r"\btcgen05\.mma\S*::(\w+) \[%r\d+\], (?:a|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx)
     found = [(int(kind) >> 17 & 63, int(kind) >> 24 & 31) for _, kind in kinds]
     assert sorted(set(found)) == [(128 // 8, 128 // 16), (256 // 8, 128 // 16)]
