@@ -256,6 +256,11 @@ class KernelConfig:
         return 1
 
     @property
+    def cluster_ctas(self) -> int:
+        """CTAs of a cluster, which take each work tile together."""
+        return 1
+
+    @property
     def launch_registers(self) -> int:
         """Registers of a thread before its warpgroup changes their number."""
         return REGISTERS // (WARPGROUP * len(self.registers) * self.ctas_per_sm) // 8 * 8

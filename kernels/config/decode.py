@@ -119,11 +119,9 @@ class SplitKeys:
 
     Attributes:
         tiled: whether all numbers of rows are cut into tiles of few rows.
-        cluster_ctas: CTAs of a cluster, which take each work tile together.
     """
 
     tiled: ClassVar[bool] = False
-    cluster_ctas: ClassVar[int] = 1
 
     @property
     def leaf_tokens(self: Any) -> int:

@@ -39,19 +39,19 @@ def prefill_geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[
     tile_m = config.tile.m
     tile = packed_shape(problem, tile_m) if config.packs_heads else TileShape.of(1, tile_m)
     q_tiles = -(-problem.max_q_len // tile.tokens)
-    ctas = multiprocessors(query.device)
+    clusters = multiprocessors(query.device) // config.cluster_ctas
     sizes = Geometry(
         tokens=query.shape[0],
         heads=heads,
         batch=problem.batch,
-        grid=min(problem.batch * heads // tile.heads * q_tiles, ctas),
+        grid=min(problem.batch * heads // tile.heads * q_tiles, clusters),
         **_strides(problem),
         q_token_elements=_token_elements(problem.q_offsets),
         o_token_elements=_token_elements(problem.o_offsets),
         k_token_elements=_token_elements(problem.k_offsets),
         v_token_elements=_token_elements(problem.v_offsets),
         mask_size=problem.mask.packed_size,
-        head_swizzle=head_swizzle_heads(heads, kv_heads, ctas) // tile.heads,
+        head_swizzle=head_swizzle_heads(heads, kv_heads, clusters) // tile.heads,
         **_lse_geometry(problem),
         tile_heads=tile.heads,
         capacity=_capacity(problem),

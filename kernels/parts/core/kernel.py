@@ -127,10 +127,15 @@ class AttentionKernel:
         return k, v
 
     @property
+    def kv_rows(self) -> tuple[int, int]:
+        """Keys of a stage of K, and of V."""
+        return self.tile.n, self.tile.n
+
+    @property
     def stage_bytes(self) -> tuple[int, int]:
         """Bytes of a stage of K, and of V, with their block scales."""
-        sizes = zip(self.layout.stage_columns, self.scale_bytes, strict=True)
-        k, v = (self.tile.n * columns * HALFWORD_BYTES + scales for columns, scales in sizes)
+        sizes = zip(self.kv_rows, self.layout.stage_columns, self.scale_bytes, strict=True)
+        k, v = (rows * columns * HALFWORD_BYTES + scales for rows, columns, scales in sizes)
         return k, v
 
     def _kv_edges(self, roles: Roles, *readers: tuple[str, Reader]) -> list[Edge]:
@@ -149,12 +154,12 @@ class AttentionKernel:
         size = work_queue_stride(self.work_tile.INTS) * 4
         return roles.edge("work", producer, "all others", self.work_stages, size, consumer_lanes=LANES)
 
-    def _kv_atom(self, address, head_dim, heads, sizes, strides, columns: int = BLOCK_COLUMNS):
-        """Return the TMA atom that the KV source issues, or None if it issues none. Boxes of column blocks have
-        ``columns``."""
+    def _kv_atom(self, address, head_dim, heads, sizes, strides, stage_rows: int, columns: int = BLOCK_COLUMNS):
+        """Return the TMA atom that the KV source issues, or None if it issues none. Boxes of contiguous tokens have
+        ``stage_rows``, and boxes of column blocks have ``columns``."""
         (pages, rows), (page, head, row) = sizes, strides
         if const_expr(self.source is ContiguousBoxes):
-            return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
+            return self._row_boxes(address, (rows, head_dim, heads), (row, head), stage_rows)
         if const_expr(self.copies_rows):
             return None
         slots = pages * (page // head)
@@ -185,8 +190,9 @@ class AttentionKernel:
         (k_dim, v_dim), columns = self.layout.kv_dims, [min(each, BLOCK_COLUMNS) for each in self.layout.columns]
         k_strides = self.layout.kv_strides(g.k_page, g.k_head, g.k_row)
         v_strides = self.layout.kv_strides(g.v_page, g.v_head, g.v_row)
-        k = self._kv_atom(a.key, k_dim, g.kv_heads, (g.k_pages, g.k_rows), k_strides, columns[0])
-        v = self._kv_atom(a.value, v_dim, g.kv_heads, (g.v_pages, g.v_rows), v_strides, columns[1])
+        k_rows, v_rows = self.kv_rows
+        k = self._kv_atom(a.key, k_dim, g.kv_heads, (g.k_pages, g.k_rows), k_strides, k_rows, columns[0])
+        v = self._kv_atom(a.value, v_dim, g.kv_heads, (g.v_pages, g.v_rows), v_strides, v_rows, columns[1])
         return k, v
 
     def _allocate(self, smem):
@@ -215,8 +221,8 @@ class AttentionKernel:
         columns_first, per_word = self.source.columns_first, 16 // self.dtype.width
         layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.layout.q_columns * per_word, t.q_stages)]
         layouts += [
-            copy.swizzled_layout(self.dtype, t.n, columns * per_word, stages, columns_first=columns_first)
-            for columns, stages in zip(c.layout.stage_columns, t.loaded_stages, strict=True)
+            copy.swizzled_layout(self.dtype, rows, columns * per_word, stages, columns_first=columns_first)
+            for rows, columns, stages in zip(self.kv_rows, c.layout.stage_columns, t.loaded_stages, strict=True)
         ]
         if const_expr(c.dequantizes):
             layouts += [
@@ -306,7 +312,8 @@ class AttentionKernel:
         step, work, zeroed = Int32(0), Int32(0), Int32(0)
         tile = work_queue.read(work)
         while tile.exists:
-            source = self.source.create(operand, tile, descriptor, shared, self.tile.n, self.config.box_rows)
+            rows = self.kv_rows[operand.is_value]
+            source = self.source.create(operand, tile, descriptor, shared, rows, self.config.box_rows)
             first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
             step, zeroed = source.load(first, end, ring, step, zeroing_barrier, zeroed)
             work += 1
@@ -341,7 +348,8 @@ class PrefillLaunch:
         )
         k, v = self._kv_atoms(a, g)
         self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
-            grid=[Int32(geometry.grid), 1, 1],
+            grid=[Int32(geometry.grid) * c.cluster_ctas, 1, 1],
+            cluster=[c.cluster_ctas, 1, 1] if c.cluster_ctas > 1 else None,
             block=[WARPGROUP * len(c.registers), 1, 1],
             smem=self.shared_bytes,
             stream=stream,

@@ -226,6 +226,7 @@ class Rings:
     relayed_q: Ring | None = None
     relayed_k: Ring | None = None
     relayed_v: Ring | None = None
+    ticket: Ring | None = None
 
 
 @cute.jit

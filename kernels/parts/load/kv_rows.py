@@ -87,7 +87,7 @@ class PageRows(KvSource):
 
     def _keys(self, tile) -> list:
         """Return row 32 * i + lane of this warp's rows, for each i."""
-        first = tile * self.tile_n + self.first_row + cute.arch.lane_idx()
+        first = self.first_token(tile) + self.first_row + cute.arch.lane_idx()
         return [first + i for i in range(0, self.rows, LANES)]
 
     def read_table(self, tile) -> list:

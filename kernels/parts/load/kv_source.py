@@ -38,6 +38,15 @@ BOXES_AT_ONCE = 8  # boxes whose coordinates a lane holds before they are fetche
 
 
 @device_struct
+class OperandHalf:
+    """The half of each tile of K or V that a CTA of a pair loads."""
+
+    step_keys: int  # keys of a step, where the next tile begins
+    first_key: Any  # of this CTA in a step
+    first_column: Any  # of this CTA, in halfwords
+
+
+@device_struct
 class KvOperand:
     """K or V in global memory: addresses in bytes, strides and columns in halfwords."""
 
@@ -59,6 +68,7 @@ class KvOperand:
     page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
     draft_rows: DraftRows | None = None  # the draft mask, if the kernel has one
     topk: bool = False  # whether the table has the tokens of top-k lists instead of pages
+    half: OperandHalf | None = None  # the half of each tile that this CTA of a pair loads; None: all of it
 
     def cache_policy(self, tile):
         """Return the L2 eviction policy of a work tile's rows.
@@ -113,6 +123,7 @@ class KvSource:
     drafts: HiddenDrafts | None  # rows in between that must read as zeros as well
     policy: Any  # of the L2 cache, see copy.tma_load
     scales: ScaleCopies | None  # block scales beside the tiles
+    half: OperandHalf | None  # as in KvOperand
 
     columns_first = False  # see copy.swizzled_layout
     one_loop = False  # whether one loop serves all tiles
@@ -132,7 +143,17 @@ class KvSource:
             drafts=hidden_drafts(operand.draft_rows if operand.is_value else None, tile.request),
             policy=operand.cache_policy(tile) if operand.read_once else None,
             scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales),
+            half=operand.half,
         )
+
+    def first_token(self, tile):
+        """Return the first token of a tile, counted from the request's first one."""
+        return tile * self.tile_n if self.half is None else tile * self.half.step_keys + self.half.first_key
+
+    def column_of(self, block: int):
+        """Return the first column of a column block in global memory, in halfwords."""
+        column = block * BLOCK_COLUMNS
+        return column if self.half is None else self.half.first_column + column
 
     @property
     def tile_bytes(self) -> int:
@@ -302,14 +323,14 @@ class ContiguousBoxes(KvSource):
         return cls(**cls._common(operand, tile, descriptor, shared, tile_n), row_start=start)
 
     def locate(self, tile):
-        return self.row_start + tile * self.tile_n
+        return self.row_start + self.first_token(tile)
 
     @cute.jit
     def fetch(self, row, stage, barrier):
         with cute.arch.elect_one():
             for block in cutlass.range_constexpr(self.columns // BLOCK_COLUMNS):
                 destination = self.stage_address(stage) + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
-                coordinates = (block * BLOCK_COLUMNS, row, self.kv_head)
+                coordinates = (self.column_of(block), row, self.kv_head)
                 copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)
 
 
@@ -385,7 +406,11 @@ class PageBoxes(KvSource):
         Lanes past the tile's last box hold boxes of the next tile. A box without needed tokens fetches a needed page
         again. Every tile then has the same number of bytes, and no other table entry is read.
         """
-        key = tile * self.tile_n + cute.arch.lane_idx() * self.box_rows
+        lane = cute.arch.lane_idx()
+        if const_expr(self.half is None):
+            key = self.first_token(tile) + lane * self.box_rows
+        else:
+            key = self.first_token(tile + lane // self.boxes) + lane % self.boxes * self.box_rows
         first_box = self.first_key // self.box_rows * self.box_rows
         page, row = self.pages.lookup(cutlass.max(cutlass.min(key, self.end_key - 1), first_box))
         scales = None
@@ -446,5 +471,5 @@ class PageColumnBoxes(PageBoxes):
     def load_box(self, box, slot, core_matrix, barrier) -> None:
         for block in range(copy.column_blocks(self.columns)):
             destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
-            coordinates = (block * BLOCK_COLUMNS, core_matrix * ATOM_ROWS, slot)
+            coordinates = (self.column_of(block), core_matrix * ATOM_ROWS, slot)
             copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)

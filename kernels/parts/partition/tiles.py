@@ -154,7 +154,12 @@ class TileSchedule:
         kv_head = head // (Int32(self.geometry.heads) // Int32(self.geometry.kv_heads))
         return QueryTile(request, head, kv_head, first_row, keys)
 
-    def _next_ticket(self):
+    def first_place(self) -> Int32:
+        """Return the number of this CTA, or of its pair."""
+        return cute.arch.block_idx()[0]
+
+    def next_ticket(self, step):
+        """Return the next ticket, after ``step`` tiles."""
         return Int32(self.geometry.grid) + cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
 
     @cute.jit
@@ -188,7 +193,7 @@ class TileSchedule:
         request, last_tile = self._requests(first)
         if const_expr(self.alternates):
             count = self._count(last_tile)
-        place = self._place(cute.arch.block_idx()[0], count)
+        place = self._place(self.first_place(), count)
         while first < Int32(self.geometry.batch):
             if place >= tiles + cute.arch.shuffle_sync(last_tile, LANES - 1):
                 tiles += cute.arch.shuffle_sync(last_tile, LANES - 1)
@@ -205,12 +210,16 @@ class TileSchedule:
                 # A ticket is drawn only when the queue has room: another CTA could start on a tile that would wait
                 # here.
                 work_queue.ring.wait_empty(step)
-                place = self._place(self._next_ticket(), count)
+                place = self._place(self.next_ticket(step), count)
                 if const_expr(self.alternates):
                     if place < tiles:
                         tiles, first = Int32(0), Int32(0)
                         request, last_tile = self._requests(first)
         work_queue.post_end(step)
+        self.hand_back()
+
+    def hand_back(self) -> None:
+        """Hand back the tickets of this CTA, or of its pair."""
         hand_back_tickets(self.addresses, Int32(self.geometry.grid))
 
     def published(self, tile: QueryTile, step) -> None:

@@ -60,6 +60,22 @@ def wait(barrier, parity) -> None:
     )
 
 
+SENT_BYTES = 4
+
+
+def send(address, word, barrier) -> None:
+    """Store a word in the shared memory of the CTA that is not the leader. It completes SENT_BYTES of a phase of
+    ``barrier`` there."""
+    ptx(
+        f"{{ .reg .b32 at, there; mapa.shared::cluster.u32 at, {{$r0}}, {1 - LEADER}; "
+        f"mapa.shared::cluster.u32 there, {{$r2}}, {1 - LEADER}; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [at], {$r1}, [there]; }",
+        address,
+        word,
+        shared_address(barrier),
+    )
+
+
 def release_to_both(ring, step) -> None:
     """Release the stage in both CTAs once all products issued so far are done. One thread of the leader calls this."""
     tmem.commit(shared_address(ring.empty + ring.stage(step)), CTAS, BOTH)

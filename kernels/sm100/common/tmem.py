@@ -108,6 +108,13 @@ def store_words(address, words) -> None:
     _store(address, words, f"32x32b.x{len(words)}")
 
 
+def store_zeros(address, words: int) -> None:
+    """Store ``words`` zeros to a lane's columns, starting at ``address``."""
+    zero = ptx("mov.b32 {$w0}, 0;", results=[Int32])  # the instruction takes no constants
+    for first in range(0, words, COLUMNS_AT_ONCE):
+        store_words(address + first, [zero] * min(COLUMNS_AT_ONCE, words - first))
+
+
 def store_tile(address, words) -> None:
     """Store 16 rows of 32-bit values, starting at ``address``, from registers in the order of wgmma's operand A. A
     lane has two values of each four columns. Call :func:`wait_stores` before another thread reads them."""

@@ -76,7 +76,6 @@ class Sm100MlaConfig(MlaConfig):
 
     instruction_in_name: ClassVar[str] = "tcgen05"
     most_rows: ClassVar[int] = CTAS * CTA_ROWS
-    cluster_ctas: ClassVar[int] = CTAS
 
     @classmethod
     def refusal(cls, traits: Traits, arch: str) -> str | None:
@@ -96,6 +95,10 @@ class Sm100MlaConfig(MlaConfig):
     def warps_of(self, role: str) -> int:
         """Return the warps of a role, 0 if the kernel does not have it."""
         return self.roles.roles[role].warps if role in self.roles.roles else 0
+
+    @property
+    def cluster_ctas(self) -> int:
+        return CTAS
 
     @property
     def is_cooperative(self) -> bool:

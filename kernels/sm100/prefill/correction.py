@@ -4,14 +4,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import ConvertedRows, output_rows
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
+from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS
 
 
 @device_struct(frozen=True)
@@ -27,29 +27,31 @@ class Correction:
     def run(self, addresses, geometry):
         row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
         posted, kv_step, stored, work = Int32(0), Int32(0), Int32(0), Int32(0)
-        for index in cutlass.range_constexpr(Q_TILES):
+        q_tiles = self.kernel.config.q_tiles
+        for index in cutlass.range_constexpr(q_tiles):
             self.o_ring.release(index)
         tile = self.work_queue.read(work)
         while tile.exists:
             steps = tile.keys.end - tile.keys.begin
             for _ in cutlass.range(1, steps, unroll=1):
                 kv_step += 1
-                for index in cutlass.range(Q_TILES, unroll=1):
-                    self.correct(index, Q_TILES * posted + index, row)
-                    self.o_ring.release(Q_TILES * kv_step + index)
+                for index in cutlass.range(q_tiles, unroll=1):
+                    self.correct(index, q_tiles * posted + index, row, kv_step)
+                    self.o_ring.release(q_tiles * kv_step + index)
                 posted += 1
             if steps > 0:
                 kv_step += 1
             kind = output_rows(self.kernel.out_dtype, stages_pairs=False)
             rows = kind.of(tile, self.kernel.config.head_dim_v, addresses, geometry)
-            for index in cutlass.range(Q_TILES, unroll=1):
-                factor = self.take(Q_TILES * posted + index, row)
+            for index in cutlass.range(q_tiles, unroll=1):
+                factor = self.take(q_tiles * posted + index, row)
                 if steps > 0:
-                    self.o_ring.wait_full(Q_TILES * stored + index)
+                    done = kv_step - 1 if const_expr(self.kernel.config.is_pair) else q_tiles * stored + index
+                    self.o_ring.wait_full(done)
                     tmem.after_signal()
                 self.store(rows, index, factor, steps > 0)
                 if steps > 0:
-                    self.o_ring.release(Q_TILES * kv_step + index)
+                    self.o_ring.release(q_tiles * kv_step + index)
             if steps > 0:
                 stored += 1
             posted += 1
@@ -71,13 +73,16 @@ class Correction:
         return tmem.row_address(self.tensor_memory, c.columns.first("o") + index * c.output_columns)
 
     @cute.jit
-    def correct(self, index, step, row):
-        """Multiply O by the factors of ``step``. Most factors are 1, and a warp skips O if all of its rows have factor
-        1 (lazy rescale).
+    def correct(self, index, step, row, kv_step):
+        """Multiply O by the factors of ``step``, for the product of ``kv_step``. Most factors are 1, and a warp skips O
+        if all of its rows have factor 1 (lazy rescale).
 
-        S of the step was issued after the preceding product with V, so no product of O is in flight.
+        In single CTAs, S of the step was issued after the preceding product with V, so no product of O is in flight.
+        Pairs issue S first, and signal each product.
         """
         factor = self.take(step, row)
+        if const_expr(self.kernel.config.is_pair):
+            self.o_ring.wait_full(kv_step - 1)
         if cute.arch.vote_any_sync(factor != 1.0):
             tmem.after_signal()
             for first in cutlass.range_constexpr(0, self.kernel.config.output_columns, tmem.COLUMNS_AT_ONCE):
@@ -91,7 +96,7 @@ class Correction:
     @cute.jit
     def store(self, rows: ConvertedRows, index, factor, has_keys):
         """Write O times ``factor`` to this thread's row of the output, or zeros if no row has a key."""
-        token = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
+        token = self.kernel.first_row(index) + cute.arch.thread_idx()[0] % Q_TILE_ROWS
         for first in cutlass.range_constexpr(0, rows.columns, tmem.COLUMNS_AT_ONCE):
             values = LaneRow(cute.make_rmem_tensor(tmem.COLUMNS_AT_ONCE, Float32), tmem.COLUMNS_AT_ONCE)
             values.registers.fill(0.0)

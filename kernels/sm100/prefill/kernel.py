@@ -1,7 +1,7 @@
 """Blackwell prefill: TMA, warp specialisation and tcgen05, with scores and output in tensor memory; ragged and paged
 KV."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -15,8 +15,7 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import shared_address, shared_array
 from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
-from hopwell.kernels.parts.load.kv_source import KvOperand
-from hopwell.kernels.parts.partition.tiles import QueryTile, TileSchedule
+from hopwell.kernels.parts.load.kv_source import KvOperand, OperandHalf
 from hopwell.kernels.parts.rows import head_scales
 from hopwell.kernels.parts.rows.mask import create_mask
 from hopwell.kernels.parts.rows.padding import fill_padding
@@ -24,23 +23,17 @@ from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm90.common.dequant import Conversion
 from hopwell.kernels.sm90.common.kernel import kv_edges_in_place, loading_ring
-from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.prefill.config import (
-    DEQUANT_ROLES,
-    HALVES,
-    Q_TILE_ROWS,
-    Q_TILES,
-    ROLES,
-    Sm100PrefillConfig,
-)
+from hopwell.kernels.sm100.common import pair, tmem
+from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing
+from hopwell.kernels.sm100.common.resources import CTAS
+from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, S_STAGES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.correction import Correction
+from hopwell.kernels.sm100.prefill.pairs import PairProducts, PairSchedule, Relay
 from hopwell.kernels.sm100.prefill.products import Products
+from hopwell.kernels.sm100.prefill.schedule import LoadingSchedule
 from hopwell.kernels.sm100.prefill.skip import SkippingSoftmax
 from hopwell.kernels.sm100.prefill.softmax import EXCHANGED_BYTES, Fp8PackedSoftmax, PackedSoftmax, Softmax
 
-CORRECTION_WARP, MMA_WARP = ROLES.first("correction"), ROLES.first("mma")
-K_WARP, V_WARP, Q_WARP = (ROLES.first(f"load_{name}") for name in "kvq")
-DEQUANT_WARP = DEQUANT_ROLES.first("dequantize")
 FACTOR_BYTES = 4 * Q_TILE_ROWS
 
 
@@ -93,8 +86,10 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     @property
     def roles(self) -> dict[str, int]:
         warps = {name: role.warps for name, role in self.config.roles.roles.items()}
-        softmax, others = warps["softmax"] // Q_TILES, sum(warps.values()) - 1
-        return warps | {"softmax": softmax, "first half": softmax // HALVES, "all others": others}
+        softmax, others = warps["softmax"] // self.config.q_tiles, sum(warps.values()) - 1
+        both = {f"{name} of both": CTAS * count for name, count in (("softmax", softmax), ("correction", 4))}
+        one = {"first half": softmax // HALVES, "relay": 1, "all others": others}
+        return warps | {"softmax": softmax} | both | one
 
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         c, t, every_lane = self.config, self.tile, dict(producer_lanes=LANES, consumer_lanes=LANES)
@@ -102,20 +97,49 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             kv = kv_edges_in_place(self, roles, "dequantize", "mma")
         else:
             kv = self._kv_edges(roles, *[("mma", self.reader)] * 2)
+        q = roles.edge("q", "load_q", "mma", t.q_stages, self.q_rows * c.layout.q_columns * HALFWORD_BYTES)
+        more, of_both = (), ""
+        if c.is_pair:
+            relayed = tuple(roles.edge(f"relayed_{edge.name}", "relay", "mma", edge.stages) for edge in (q, *kv))
+            more, of_both = (*relayed, roles.edge("ticket", "load_q", "load_q", 1)), " of both"
         return (
-            roles.edge("q", "load_q", "mma", t.q_stages, self.q_rows * c.layout.q_columns * HALFWORD_BYTES),
+            q,
             *kv,
             self._work_edge(roles, "load_q"),
-            roles.edge("s", "mma", "softmax", Q_TILES),
-            roles.edge("p", "softmax", "mma", Q_TILES),
-            roles.edge("factor", "first half", "correction", 2 * Q_TILES, FACTOR_BYTES, **every_lane),
-            roles.edge("o", "mma", "correction", Q_TILES),
+            roles.edge("s", "mma", "softmax" + of_both, S_STAGES),
+            roles.edge("p", "softmax" + of_both, "mma", S_STAGES),
+            roles.edge("factor", "first half", "correction", 2 * c.q_tiles, FACTOR_BYTES, **every_lane),
+            roles.edge("o", "mma", "correction" + of_both, c.q_tiles),
+            *more,
         )
+
+    @property
+    def kv_rows(self) -> tuple[int, int]:
+        """Keys of a stage. A CTA of a pair has half of K's, and half of the columns of V."""
+        return self.tile.n // self.config.cluster_ctas, self.tile.n
+
+    def first_row(self, index):
+        """Return the first row of a query tile of this CTA, within the work tile."""
+        return pair.rank() * Q_TILE_ROWS if self.config.is_pair else index * Q_TILE_ROWS
 
     def _load(self, part: int, atom, tile, rings, zeroing_barrier, work_queue, operand) -> None:
         """Load K (``part`` 0) or V (1) of all work tiles."""
+        if self.config.is_pair:
+            operand = self.half(part, operand)
         shared, ring = shared_address(tile.iterator), loading_ring(self, rings, part)
         self.load_kv(atom, shared, ring, zeroing_barrier, work_queue, operand)
+
+    def half(self, part: int, operand: KvOperand) -> KvOperand:
+        """Return this CTA's half of K, of the keys, or of V, of the columns."""
+        rank = pair.rank()
+        if part == 0:
+            return replace(operand, half=OperandHalf(self.tile.n, rank * self.kv_rows[0], 0))
+        columns = operand.head_dim // CTAS
+        first, depth = rank * columns, min(operand.depth, operand.columns)
+        # Loads by rows begin at the address, and TMA boxes at the column.
+        address = operand.address + HALFWORD_BYTES * first
+        half = OperandHalf(self.tile.n, 0, first)
+        return replace(operand, address=address, head_dim=columns, depth=depth, half=half)
 
     @cute.kernel
     def kernel(
@@ -132,25 +156,31 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     ):
         smem = cutlass.memory.SmemAllocator()
         tiles, rings, work_queue, zeroing_barriers = self._allocate(smem)
-        factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.VECTOR_BYTES))
+        factors = shared_address(smem.allocate(2 * self.config.q_tiles * FACTOR_BYTES, copy.VECTOR_BYTES))
         exchanged = shared_address(smem.allocate(EXCHANGED_BYTES, copy.VECTOR_BYTES))
         words = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
         slot, pending = words, words + 4
         mask = create_mask(self.config.mask, geometry.mask_size)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == MMA_WARP:
-            tmem.allocate(slot)
-        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), zeroing_barriers)
+        warp, table, first = cute.arch.make_warp_uniform(cute.arch.warp_idx()), self.config.roles.roles, self.first_warp
+        is_pair = self.config.is_pair
+        if const_expr(not is_pair):
+            if warp == first("mma"):
+                tmem.allocate(slot)
+        atoms = dict(load_k=k_atom, load_v=v_atom, load_q=q_atom)
+        self.begin(warp, [(first(role), atom) for role, atom in atoms.items()], zeroing_barriers)
+        if const_expr(is_pair):
+            self.begin_pair(warp, slot)
         fill_padding(addresses, geometry)
         tmem.after_signal()
-        tensor_memory, table = shared_array(Int32, slot)[0], self.config.roles.roles
+        tensor_memory = shared_array(Int32, slot)[0]
+        s_ring, p_ring, o_ring = (LeaderRing.of(r) if is_pair else r for r in (rings.s, rings.p, rings.o))
 
-        if warp < CORRECTION_WARP:
+        if warp < first("correction"):
             self.set_registers(table["softmax"].registers)
             parts = dict(
                 kernel=self,
-                s_ring=rings.s,
-                p_ring=rings.p,
+                s_ring=s_ring,
+                p_ring=p_ring,
                 factor_ring=rings.factor,
                 factors=factors,
                 exchanged=exchanged,
@@ -160,32 +190,64 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             )
             numbers = (softmax_scale, output_scale, soft_cap, skip_softmax)
             self.run_softmax(parts, pending, addresses, geometry, *numbers)
-        elif warp < MMA_WARP:
+        elif warp < first("mma"):
             self.set_registers(table["correction"].registers)
-            Correction(self, rings.factor, rings.o, factors, work_queue, tensor_memory).run(addresses, geometry)
-        elif warp < DEQUANT_WARP:
+            Correction(self, rings.factor, o_ring, factors, work_queue, tensor_memory).run(addresses, geometry)
+        elif warp < self.config.roles.end("load_q"):
             self.set_registers(table["mma"].registers)
-            if warp == MMA_WARP:
-                Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
-            if warp == K_WARP:
+            if warp == first("mma"):
+                if const_expr(is_pair):
+                    self.run_pair(tiles, rings, work_queue, (s_ring, p_ring, o_ring), tensor_memory)
+                else:
+                    Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
+            if warp == first("load_k"):
                 key = KvOperand.key(addresses, geometry, self.config)
                 self._load(0, k_atom, tiles.k, rings, zeroing_barriers, work_queue, key)
-            if warp == V_WARP:
+            if warp == first("load_v"):
                 value = KvOperand.value(addresses, geometry, self.config)
                 self._load(1, v_atom, tiles.v, rings, zeroing_barriers + 1, work_queue, value)
-            if warp == Q_WARP:
+            if warp == first("load_q"):
                 parts = (geometry, addresses, mask, self.tile.n, TileShape.of(1, self.tile.m))
-                LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, rings.q).publish(work_queue)
+                parts += (self, copy.tma_descriptor(q_atom), tiles.q, rings.q)
+                if const_expr(is_pair):
+                    PairSchedule(*parts, pair.rank(), LeaderRing.of(rings.ticket), words + 8).publish(work_queue)
+                else:
+                    LoadingSchedule(*parts).publish(work_queue)
             cute.arch.griddepcontrol_launch_dependents()
         else:
             if const_expr(self.config.dequantizes_in_place):
                 self.set_registers(table["dequantize"].registers)
                 Conversion.create(self, tiles, rings, work_queue, addresses, geometry).run()
         tmem.before_signal()
-        cute.arch.sync_threads()
-        if warp == MMA_WARP:
+        if const_expr(is_pair):
+            pair.meet()  # nothing arrives at the barriers of either CTA any more
+        else:
+            cute.arch.sync_threads()
+        if warp == first("mma"):
             tmem.after_signal()
-            tmem.free(tensor_memory)
+            tmem.free(tensor_memory, self.config.cluster_ctas)
+
+    def first_warp(self, role: str) -> int:
+        return self.config.roles.first(role)
+
+    @cute.jit
+    def begin_pair(self, warp, slot) -> None:
+        """Allocate tensor memory once the other CTA runs, and its barriers are initialised."""
+        pair.meet()
+        if warp == self.first_warp("mma"):
+            tmem.allocate(slot, CTAS)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def run_pair(self, tiles, rings, work_queue, leader_rings, tensor_memory) -> None:
+        """Run the mma warp of a CTA of a pair."""
+        own, relayed = (rings.q, rings.k, rings.v), (rings.relayed_q, rings.relayed_k, rings.relayed_v)
+        order = (self, work_queue, *map(PairRing.of, own, relayed))
+        if pair.rank() == pair.LEADER:
+            operands = PairProducts.operands(self, tiles)
+            PairProducts(*order, *leader_rings, **operands, tensor_memory=tensor_memory).run()
+        else:
+            Relay(*order).run()
 
     def run_softmax(
         self, parts, pending, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax
@@ -203,23 +265,6 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         skip = SkipRule.create(skip_softmax)
         SkippingSoftmax(**parts, skip=skip, pending=pending).run(addresses, geometry)
         skip.report(addresses.skipped, cute.arch.thread_idx()[0] % (HALVES * Q_TILE_ROWS) == 0)
-
-
-@dataclass
-class LoadingSchedule(TileSchedule):
-    """Schedule of the warp that also loads the query tiles of each work tile it publishes: no other warp is left for
-    that."""
-
-    kernel: Any  # the PrefillSm100: configuration only
-    descriptor: Any
-    tiles: Any
-    ring: Any
-
-    def published(self, tile: QueryTile, step) -> None:
-        row = tile.request.q_start + tile.first_row
-        for index in range(Q_TILES):
-            first = row + index * Q_TILE_ROWS
-            self.kernel.fetch_q(self.descriptor, self.tiles, self.ring, Q_TILES * step + index, first, tile.head)
 
 
 def build(config: Sm100PrefillConfig) -> Any:

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
 from hopwell.kernels.parts.core.device import barrier_all, shared_array
 from hopwell.kernels.parts.rows.mask import LogitRow
 from hopwell.kernels.parts.rows.skip import SkipRule
+from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS
 from hopwell.kernels.sm100.prefill.softmax import Softmax, Steps
 
@@ -48,6 +49,10 @@ class SkippingSoftmax(Softmax):
         if (steps.row == 0) & (steps.half == 0):
             shared_array(Int32, self.pending)[steps.index] = self.skip.pending[0]
         if left_out:
+            # The other CTA of a pair may need the product.
+            if const_expr(self.kernel.config.is_pair):
+                words = self.kernel.config.half_keys * self.kernel.dtype.width // 32
+                tmem.store_zeros(self.place(steps, done), words)
             self.give_early_p(steps, done)
             self.give_late_p(steps, done)
         else:

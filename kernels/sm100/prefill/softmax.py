@@ -21,7 +21,7 @@ from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.softmax import E4M3_POWER, OnlineSoftmax, tile_reference
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, Q_TILES, ROLES
+from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, ROLES
 
 # 2^f for -1/2 <= f <= 1/2 is 1 + f * (this polynomial, lowest power first), with a relative error of at most 3e-6. A
 # power of two is exact.
@@ -147,7 +147,8 @@ class Softmax:
     @cute.jit
     def run(self, addresses, geometry):
         warpgroup = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
-        index, half = warpgroup // HALVES, warpgroup % HALVES
+        q_tiles = self.kernel.config.q_tiles
+        index, half = Int32(0) if q_tiles == 1 else warpgroup // HALVES, warpgroup % HALVES
         row, keys = cute.arch.thread_idx()[0] % Q_TILE_ROWS, self.kernel.config.half_keys
         column = self.kernel.config.columns.first("s") + index * self.kernel.tile.n + half * keys
         scores = tmem.row_address(self.tensor_memory, column)
@@ -155,13 +156,13 @@ class Softmax:
         tile = self.work_queue.look(work)
         while tile.exists:
             span, request = tile.keys, tile.request
-            tile_row = index * Q_TILE_ROWS + row
+            tile_row = self.kernel.first_row(index) + row
             position = request.first_position + tile.first_row + tile_row
             logit_row = LogitRow((position,), request.kv_len, self.score.slope(tile.head))
             role = self.of_tile(tile, addresses)
             role.state.reset()
             if span.begin < span.end:
-                steps = Steps(scores, index, half, row, kv_step, posted, work, span.end - 1)
+                steps = Steps(scores, index, q_tiles, half, row, kv_step, posted, work, span.end - 1)
                 step = partial(role.step, steps, logit_row)
                 for n in cutlass.range(span.end - 1, span.full_end - 1, -1, unroll=1):
                     step(n, True)
@@ -181,7 +182,7 @@ class Softmax:
             tile = self.work_queue.look(work)
             self.work_queue.release(work)
             if half == 0:
-                tile_row = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
+                tile_row = self.kernel.first_row(index) + cute.arch.thread_idx()[0] % Q_TILE_ROWS
                 count = tile.request.q_len - tile.first_row
                 head_dim = self.kernel.config.head_dim_qk
                 role = self.of_tile(tile, addresses)
@@ -189,7 +190,7 @@ class Softmax:
                 scale = output_scale_of(self.output_scale, addresses, tile)
                 factor = results.finish(role.state, 0, tile_row, LaneRow.lanes_per_row) * scale
                 cute.arch.sync_warp()  # rows without results have diverged the lanes
-                self.post(Q_TILES * posted + index, row, factor)
+                self.post(q_tiles * posted + index, row, factor)
             posted += 1
             work += 1
             tile = self.work_queue.look(work)
@@ -208,15 +209,22 @@ class Softmax:
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
         if const_expr(self.kernel.config.loads_maximum and not masked):
-            scores, maximum = tmem.load_row_with_maximum(steps.scores, keys)
+            scores, maximum = tmem.load_row_with_maximum(self.place(steps, done), keys)
         else:
-            scores, first_key = tmem.load_row(steps.scores, keys), n * self.kernel.tile.n + steps.half * keys
+            scores, first_key = tmem.load_row(self.place(steps, done), keys), n * self.kernel.tile.n + steps.half * keys
             self.score.apply(scores, row.slope, first_key, row.positions)
             if const_expr(masked):
                 self.mask.apply(scores, first_key, row)
             maximum = self.state.maximum(scores, 0)
         turn = steps.kv_step + self.ending_turns * steps.work + done
         self.weigh(steps, scores, row, self.row_maximum(turn, steps.half, maximum), done)
+
+    def place(self, steps: "Steps", done):
+        """Return the address of this thread's half of S after ``done`` steps of the work tile. The only query tile of a
+        CTA has two places in turn."""
+        if self.kernel.config.q_tiles > 1:
+            return steps.scores
+        return steps.scores + self.s_ring.stage(steps.kv_step + done) * self.kernel.tile.n
 
     @cute.jit
     def row_maximum(self, turn, half, maximum):
@@ -284,7 +292,7 @@ class Softmax:
                 self.give_early_p(steps, done)
             part = scores.part(column, min(tmem.COLUMNS_AT_ONCE, config.half_keys - column))
             self.state.exponentials(part, 0)
-            tmem.store_words(steps.scores + column * dtype.width // 32, part.words(dtype))
+            tmem.store_words(self.place(steps, done) + column * dtype.width // 32, part.words(dtype))
         self.give_late_p(steps, done)
 
     @cute.jit
@@ -315,8 +323,9 @@ class Softmax:
 class Steps:
     """Position of a thread in the steps of all work tiles."""
 
-    scores: Int32  # its half of a row in tensor memory
-    index: Int32  # of the query tile
+    scores: Int32  # its half of a row in tensor memory, in the first place of the query tile's scores
+    index: Int32  # of the query tile in this CTA
+    q_tiles: int  # of a CTA
     half: Int32  # of the keys of a step
     row: Int32  # within the query tile
     kv_step: Int32  # steps before this work tile
@@ -325,5 +334,5 @@ class Steps:
     last: Int32  # the rightmost tile of keys, which comes first
 
     def of_tile(self, step):
-        """Return the step in rings with one stage per query tile."""
-        return Q_TILES * step + self.index
+        """Return the step in rings whose stages the query tiles of a CTA use in turn."""
+        return self.q_tiles * step + self.index

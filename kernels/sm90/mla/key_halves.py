@@ -107,7 +107,8 @@ class LatentLoads:
 
     def kv_atoms(self, a: Addresses, g: DecodeGeometry):
         left, right = self.kernel.layout.kv_dims
-        rest = (g.kv_heads, (g.k_pages, g.k_rows), self.kernel.layout.kv_strides(g.k_page, g.k_head, g.k_row))
+        strides = self.kernel.layout.kv_strides(g.k_page, g.k_head, g.k_row)
+        rest = (g.kv_heads, (g.k_pages, g.k_rows), strides, self.kernel.tile.n)
         return self.kernel._kv_atom(a.key, left, *rest), self.kernel._kv_atom(
             a.key + HALFWORD_BYTES * left, right, *rest
         )
