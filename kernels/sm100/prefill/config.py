@@ -32,9 +32,10 @@ def _roles(softmax: int, **more: Role) -> RoleTable:
 
 # Four warpgroups compute softmax: each thread has half of a row of scores. One warpgroup corrects and stores O, 16
 # columns at a time. The last has the warps that load, schedule and issue products. The sum equals the registers of 768
-# threads at launch. A step has 0 to 11 instructions for spills, and up to 26 with slopes. With 96 registers for softmax
-# and more for the others it had twice to four times as many (2026-11-27). It pays: with one thread for each row, which
-# has 200 registers, a step's softmax takes 1900 instead of 1070 cycles (``python -m hopwell.perf model``, 2026-11-26).
+# threads at launch. A step has 0 to 11 instructions for spills, up to 26 with slopes, and up to 31 with slopes, a cap
+# and skip-softmax. With 96 registers for softmax and more for the others it had twice to four times as many
+# (2026-11-27). It pays: with one thread for each row, which has 200 registers, a step's softmax takes 1900 instead of
+# 1070 cycles (``python -m hopwell.perf model``, 2026-11-26).
 ROLES = _roles(SOFTMAX_REGISTERS)
 # Over narrow caches four more warps dequantize, and the sum equals the registers of 896 threads. Other shares spill
 # more, also with more registers for correction or dequantization. With 88, 48, 40 and 64 registers, a step's
@@ -112,8 +113,6 @@ class Sm100PrefillConfig(PrefillConfig):
     layout_type: ClassVar[type[OperandLayout]] = Sm100PrefillLayout
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES
-    # With a soft cap and slopes together, a kernel of 128 columns spills 8 bytes.
-    scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
     can_dequantize_q: ClassVar[bool] = False
     transposes_v: ClassVar[bool] = False  # type: ignore[assignment]  # V may be stored with its columns innermost
 
