@@ -19,7 +19,7 @@ from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.masks import MaskEnum
-from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
+from hopwell.kernels.problem import AttentionProblem, Family
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 E4M3_DTYPES = {torch.float8_e4m3fn: "e4m3"}
@@ -91,7 +91,6 @@ class Traits(NamedTuple):
 
     dims: tuple[int, int]  # head dims (QK, V)
     kv_type: KvType = KvType.WIDE
-    score: ScoreKind = ScoreKind.SCALED
     rows: int = 1  # packed rows of a request
 
 

@@ -130,7 +130,6 @@ class PrefillConfig(KernelConfig):
     layout_type: ClassVar[type[OperandLayout]] = PrefillLayout
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
-    scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind)
     kv_types: ClassVar[frozenset[KvType]] = frozenset({KvType.WIDE, KvType.E4M3, KvType.NVFP4})
     can_dequantize_q: ClassVar[bool] = True  # NVFP4 K and V take e4m3 queries
 
@@ -150,9 +149,6 @@ class PrefillConfig(KernelConfig):
             return f"{given} have no prefill kernel on {arch} with NVFP4 K and V; supported: {supported}"
         if kv_type not in cls.kv_types:
             return f"dequantized {kv_type.value} K and V have no kernel on {arch}"
-        if traits.score not in cls.scores:
-            supported = ", ".join(score.value for score in ScoreKind if score in cls.scores)
-            return f"scores of kind {traits.score.value} have no kernel on {arch}; supported: {supported}"
         return None
 
     @classmethod
@@ -329,7 +325,7 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
     dims = (problem.query.shape[2], problem.v_dim)
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem)
-    kind.require(Traits(dims, kv_type, problem.score.kind), arch)
+    kind.require(Traits(dims, kv_type), arch)
     dequantizes_q = kv_type is KvType.NVFP4 and problem.query.dtype not in DTYPES
     queries = QUERY_DTYPES if kind.can_dequantize_q else DTYPES
     if kv_type is KvType.NVFP4 and problem.query.dtype not in queries:
