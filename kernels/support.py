@@ -31,7 +31,7 @@ SAME_AS = {TRTLLM_DECODE: XQA, **dict.fromkeys((NVFP4_APPEND, APPEND_SLOTS, NVFP
 
 # Prefill kernels have these head dims (QK, V). Kernels of every matrix instruction have COMMON_HEAD_DIMS. Kernels that
 # keep scores and the output in registers also have REGISTER_HEAD_DIMS. Blackwell has tensor-memory kernels for the
-# common head dims and for the others up to 128. It uses the sm_120 kernels for wider ones.
+# common head dims, the others up to 128, and 160, 192, 224 and 256. It uses the sm_120 kernels for the rest.
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 REGISTER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
 # Rare head dims are compiled on demand only.

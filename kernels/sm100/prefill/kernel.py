@@ -1,5 +1,5 @@
 """Blackwell prefill: TMA, warp specialisation and tcgen05, with scores and output in tensor memory; ragged and paged
-KV."""
+KV. Head dims 160 to 256 have pairs of CTAs, see ``pairs.py``."""
 
 from dataclasses import replace
 from typing import Any
@@ -72,6 +72,26 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         softmax 1      | maximum, 2^(S1 - reference), P1, sums|      waits        |                  | maximum ...
         correction     |                                      | O0 *= factor, if any row's is not 1 | O1 ...
         load_k, load_v | fill the stages that the step before has released
+
+    Pairs of CTAs (``config.is_pair``): each CTA has one of the two query tiles, half of K's keys and half of V's columns.
+
+        warps 0..7    softmax         of this CTA's query tile
+        warps 8..11   correction
+        warp 12       mma             the leader's issues the products of both CTAs; the other's relays
+        warps 13..15  load_k, load_v, load_q
+
+        relayed_q, relayed_k, relayed_v   mma of the other CTA -> mma of the leader; full when the stage there is full
+        s, o            mma -> softmax, correction of both CTAs: the leader fills and awaits them in both
+        p               softmax of both CTAs -> mma: the leader awaits both
+        ticket          load_q of the leader -> load_q of the other CTA: the work tile that both take next. ``st.async``
+                        stores the ticket and completes the barrier's transaction there
+
+    S has two places, which steps take in turn. S of a step is issued before O += P V of the step before it, so a product
+    with M 256 always overlaps the softmax:
+
+        tensor cores   | S(i+1) = Q K(i+1)^T | O += P(i) V(i) | S(i+2) = Q K(i+2)^T | O += P(i+1) V(i+1) |
+        softmax        | P(i): late columns  | maximum, 2^(S(i+1) - reference), P(i+1), sums             |
+        correction     | O *= factor of i    | waits for P(i) V(i)  | O *= factor of i+1                 |
     """
 
     q_rows = Q_TILE_ROWS

@@ -49,6 +49,7 @@ from hopwell.kernels.config import splitting
 from hopwell.kernels.jit import settings
 from hopwell.kernels.launch import geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, OutputScales, Score, ScoreKind
+from hopwell.kernels.sm100.prefill.config import PAIR_DIMS
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
 
@@ -86,10 +87,12 @@ class Draw:
         return chosen
 
     def head_dims(self, choices: Any) -> tuple[int, int]:
-        """Return head dims, in half of all cases common ones: an architecture may have more kinds of kernels there."""
+        """Return head dims, mostly common ones or those of CTA pairs: an architecture may have more kinds of kernels
+        there."""
         choices = list(choices)
         common = [dims for dims in choices if dims in support.COMMON_HEAD_DIMS]
-        return self.for_kernel("dims", common if self.for_kernel("common", (True, False)) else choices)
+        pairs = [dims for dims in choices if dims in PAIR_DIMS]
+        return self.for_kernel("dims", self.for_kernel("kind of dims", (common, common, pairs, choices)) or choices)
 
     def maybe(self, name: str, odds: float = 0.5) -> bool:
         self.noted[name] = happens = self._random.random() < odds
