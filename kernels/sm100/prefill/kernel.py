@@ -73,7 +73,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         correction     |                                      | O0 *= factor, if any row's is not 1 | O1 ...
         load_k, load_v | fill the stages that the step before has released
 
-    Pairs of CTAs (``config.is_pair``): each CTA has one of the two query tiles, half of K's keys and half of V's columns.
+    Pairs of CTAs (``config.is_pair``): each CTA has one of the query tiles, half of K's keys and half of V's columns.
 
         warps 0..7    softmax         of this CTA's query tile
         warps 8..11   correction
@@ -86,8 +86,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         ticket          load_q of the leader -> load_q of the other CTA: the work tile that both take next. ``st.async``
                         stores the ticket and completes the barrier's transaction there
 
-    S has two places, which steps take in turn. S of a step is issued before O += P V of the step before it, so a product
-    with M 256 always overlaps the softmax:
+    S has two places, which steps take in turn. S of a step is issued before O += P V of the step before it. A product
+    with M 256 therefore overlaps the softmax:
 
         tensor cores   | S(i+1) = Q K(i+1)^T | O += P(i) V(i) | S(i+2) = Q K(i+2)^T | O += P(i+1) V(i+1) |
         softmax        | P(i): late columns  | maximum, 2^(S(i+1) - reference), P(i+1), sums             |
