@@ -10,7 +10,7 @@ import torch
 from helpers.cases.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 from helpers.covering.configs import covering_blackwell_configs
 
-from hopwell.kernels.config.base import DTYPES, KvFetch, KvType, kv_fetch
+from hopwell.kernels.config.base import DTYPES, KvFetch, KvType, kv_fetch, rounded_up
 from hopwell.kernels.config.prefill import resolve_prefill
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts.core import copy
@@ -18,7 +18,7 @@ from hopwell.kernels.problem import AttentionProblem, BlockScales, MaskKind, Sco
 from hopwell.kernels.registry import build, resolve, shipped_configs
 from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 from hopwell.kernels.sm100.prefill import config as sm100_config
-from hopwell.kernels.sm100.prefill.config import Q_TILES, TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.config import PAIR_DIMS, Q_TILES, TILES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.kernel import PrefillSm100
 from hopwell.kernels.support import COMMON_HEAD_DIMS, NVFP4_HEAD_DIMS
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.traced
 ARCHS = ("sm_100a", "sm_103a")
 SHIPPED = {arch: [c for c in shipped_configs(arch) if isinstance(c, Sm100PrefillConfig)] for arch in ARCHS}
 PAGE_SIZES = [1 << i for i in range(12)]
+SINGLE_DIMS = [dims for dims in TILES if dims not in PAIR_DIMS]  # of kernels without pairs of CTAs
 
 
 def config(dims: tuple[int, int] = (128, 128), arch: str = "sm_100a") -> Sm100PrefillConfig:
@@ -50,7 +51,7 @@ def _is_common(c: Sm100PrefillConfig) -> bool:
 
 class TestShipped:
     def test_all_that_the_support_table_lists(self) -> None:
-        assert set(TILES) == {*COMMON_HEAD_DIMS, *((d, d) for d in (32, 40, 48, 80, 96, 104))}
+        assert set(TILES) == {*COMMON_HEAD_DIMS, *((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256))}
         fetches = set(KvFetch) - {KvFetch.TOPK_ROWS}
         wanted = set(itertools.product(DTYPES.values(), TILES, MASKS, fetches))
         for arch, configs in SHIPPED.items():
@@ -70,7 +71,9 @@ class TestShipped:
 
         common, padded = ({c for c in covering if _is_common(c) == way} for way in (True, False))
         assert pairs(common) == pairs({c for c in SHIPPED["sm_100a"] if _is_common(c)})
-        assert {c.kv_fetch for c in padded} == set(KvFetch) - {KvFetch.TOPK_ROWS}
+        assert {c.kv_fetch for c in padded if not c.is_pair} == set(KvFetch) - {KvFetch.TOPK_ROWS}
+        assert {c.kv_fetch for c in padded if c.is_pair} == set(KvFetch) - {KvFetch.TOPK_ROWS}
+        assert {c.mask for c in padded if c.is_pair} == set(MASKS)
         served = set(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
         for dims, scores in (((64, 64), served - {ScoreKind.LARGE_SOFT_CAP}), ((128, 128), served)):
             here = [c for c in covering if (c.head_dim_qk, c.head_dim_v) == dims]
@@ -106,15 +109,16 @@ class TestResolve:
         with pytest.raises(NotImplementedError, match=f"capped_alibi have no kernel on {arch}; supported: scaled, "):
             resolve_own(replace(problem, score=SCORES[ScoreKind.CAPPED_ALIBI]), arch)
 
-    @pytest.mark.parametrize("dims", [(136, 136), (192, 192), (256, 256), (512, 512), (128, 64)], ids=str)
+    @pytest.mark.parametrize("dims", [(136, 136), (168, 168), (248, 248), (512, 512), (128, 64), (256, 128)], ids=str)
     def test_other_head_dims_are_refused(self, dims: tuple[int, int], arch: str) -> None:
         message = (
-            rf"{dims[0]}/{dims[1]} have no kernel on {arch}; supported: 64/64, 128/128, 192/128, 32/32, .*, 120/120$"
+            rf"{dims[0]}/{dims[1]} have no kernel on {arch}; supported: 64/64, 128/128, 192/128, 32/32, .*, 120/120, "
+            "224/224$"
         )
         with pytest.raises(NotImplementedError, match=message):
             resolve_own(paged(*cache("tuple-HND", 16, dims)), arch)
 
-    @pytest.mark.parametrize("dims", [dims for dims in TILES if dims[0] % 16 == 0], ids=str)  # rows that TMA takes
+    @pytest.mark.parametrize("dims", [dims for dims in SINGLE_DIMS if dims[0] % 16 == 0], ids=str)  # rows that TMA takes
     def test_e4m3_caches_with_16_bit_queries(self, dims: tuple[int, int], arch: str) -> None:
         """They have the tiles of 16-bit caches, because K and V are dequantized in place."""
         key, value = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
@@ -125,6 +129,25 @@ class TestResolve:
         assert (found.dtype, found.kv_type, found.matrix_instruction) == ("bf16", KvType.E4M3, "tcgen05")
         assert found.tile == resolve_own(wide, arch).tile
 
+    @pytest.mark.parametrize("dims", PAIR_DIMS, ids=str)
+    def test_narrow_caches_have_no_pairs(self, dims: tuple[int, int], arch: str) -> None:
+        """Pairs have no role that dequantizes, so kernels with mma.sync serve these caches."""
+        key, value = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
+        problem = replace(paged(*cache("tuple-HND", 16, dims)), key=key, value=value)
+        message = f"dequantized K and V have no kernel of CTA pairs on {arch}: head dims {dims[0]}/{dims[1]}"
+        with pytest.raises(NotImplementedError, match=message):
+            resolve_own(problem, arch)
+        found = resolve(problem, arch)
+        assert isinstance(found, Sm120PrefillConfig)
+        assert found.kv_type is KvType.E4M3
+
+    @pytest.mark.parametrize("dims", PAIR_DIMS, ids=str)
+    def test_pairs(self, dims: tuple[int, int], arch: str) -> None:
+        found = resolve(paged(*cache("tuple-HND", 16, dims)), arch)
+        assert found == resolve_own(paged(*cache("tuple-HND", 16, dims)), arch)
+        assert (found.is_pair, found.cluster_ctas, found.q_tiles, found.tile.m) == (True, 2, 1, 256)
+        assert not config((128, 128), arch).is_pair
+
     @pytest.mark.parametrize("dims", NVFP4_HEAD_DIMS, ids=str)
     def test_nvfp4_caches(self, dims: tuple[int, int], arch: str) -> None:
         wide = paged(*cache("tuple-HND", 16, dims))
@@ -133,7 +156,7 @@ class TestResolve:
         problem = replace(wide, key=key, value=value, kv_scales=BlockScales(*scales, interleaves_v=True))
         found = resolve(problem, arch)
         assert found.kv_type is KvType.NVFP4
-        assert isinstance(found, Sm100PrefillConfig) == (dims in TILES)
+        assert isinstance(found, Sm100PrefillConfig) == (dims in SINGLE_DIMS)
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_e4m3(self, dims: tuple[int, int], arch: str) -> None:
@@ -146,9 +169,10 @@ class TestResolve:
 
     def test_kernels_of_sm120_serve_the_rest(self, arch: str) -> None:
         plain = paged(*cache("tuple-HND", 16, (128, 128)))
-        wide, narrow = (paged(*cache("tuple-HND", 16, dims)) for dims in ((256, 256), (136, 136)))
-        fp8 = paged(*cache("tuple-HND", 16, (256, 256), dtype=torch.float8_e4m3fn))
-        rest = [wide, narrow, fp8, replace(plain, score=SCORES[ScoreKind.CAPPED_ALIBI])]
+        wide, narrow = (paged(*cache("tuple-HND", 16, dims)) for dims in ((512, 512), (136, 136)))
+        fp8 = paged(*cache("tuple-HND", 16, (512, 512), dtype=torch.float8_e4m3fn))
+        capped = [replace(one, score=SCORES[ScoreKind.CAPPED_ALIBI]) for one in (plain, wide)]
+        rest = [wide, narrow, fp8, *capped]
         for problem in rest:
             found = resolve(problem, arch)
             assert found == replace(resolve(problem, "sm_120a"), arch=arch)
@@ -178,11 +202,12 @@ class TestKvFetch:
 class TestResources:
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_tensor_memory(self, dims: tuple[int, int]) -> None:
-        """S of both query tiles comes first, then O of both: 512 columns."""
+        """S comes first, then O: of both query tiles, or of one with two places for S. Both take 512 columns at most."""
         c = config(dims)
+        assert c.q_tiles == (1 if dims in PAIR_DIMS else 2)
         assert c.columns.first("s") == 0
         assert c.columns.first("o") == 2 * c.tile.n
-        assert c.columns.total == c.columns.first("o") + 2 * c.output_columns <= 512
+        assert c.columns.total == c.columns.first("o") + c.q_tiles * c.output_columns <= 512
         assert c.output_columns >= c.head_dim_v
 
     def test_more_columns_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +226,21 @@ class TestResources:
         assert all(count % 8 == 0 and 24 <= count <= 256 for count in registers)
         assert min(registers[:4]) == max(registers[:4]) > launched > max(registers[4:])
 
+    @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+    @pytest.mark.parametrize("dims", PAIR_DIMS, ids=str)
+    def test_resources_of_pairs(self, dims: tuple[int, int], dtype: str) -> None:
+        """The launch has 512 threads. A CTA has a query tile, half of K's keys and half of V's columns."""
+        c = replace(config(dims), dtype=dtype, out_dtype=dtype)
+        assert len(c.registers) == 4
+        assert sum(c.registers) * WARPGROUP == REGISTERS
+        kernel, words = PrefillSm100(c), dims[0] // (2 if dtype == "e4m3" else 1)
+        assert kernel.kv_rows == (64, 128)
+        key, value = (rounded_up(count, 64) for count in (words, words // 2))  # whole swizzled rows of 16-bit words
+        assert c.layout.columns == (key, value)
+        tiles = 2 * (128 * key + c.tile.kv_stages * (64 * key + 128 * value))
+        assert tiles < kernel.shared_bytes < tiles + 8192
+        assert kernel.shared_bytes <= SHARED_BYTES
+
     def test_more_registers_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         softmax = Role(16, sm100_config.SOFTMAX_REGISTERS + 8)
         monkeypatch.setattr(sm100_config, "ROLES", RoleTable(sm100_config.ROLES.roles | {"softmax": softmax}))
@@ -211,7 +251,7 @@ class TestResources:
     def test_tiles_fit_the_instructions(self, dims: tuple[int, int]) -> None:
         tile = TILES[dims]
         assert tile.m == Q_TILES * 128, "an accumulator has a row in each lane of tensor memory"
-        assert tile.q_stages == Q_TILES
+        assert tile.q_stages == config(dims).q_tiles
         columns, depth = config(dims).output_columns, config(dims).layout.depth[0]
         assert all(n % 16 == 0 and n <= 256 for n in (tile.n, columns)), "tcgen05.mma with 128 rows"
         assert depth % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"

@@ -183,6 +183,18 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
     # Padded columns: boxes, pages and rows each pad in a different way.
     for dim, fetch in ((80, PAGES16), (40, ROWS), (96, CONTIGUOUS)):
         add((dim, dim), MaskKind.CAUSAL, fetch)
+    # Pairs of CTAs: every head dim, fetch, mask and score.
+    widest, causal = (256, 256), MaskKind.CAUSAL
+    for fetch in (CONTIGUOUS, ROWS, PAGES16, PAGES64):
+        add(widest, causal, fetch)
+    for mask in (MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED, MaskKind.FULL):
+        add(widest, mask, PAGES16)
+    for score in (ScoreKind.ALIBI, ScoreKind.SOFT_CAP):
+        add(widest, causal, PAGES16, score=score)
+    add(widest, causal, CONTIGUOUS, skip_softmax=True)
+    add(widest, causal, PAGES16, "fp16")
+    for dim, fetch in ((160, ROWS), (192, PAGES16), (224, CONTIGUOUS)):
+        add((dim, dim), causal, fetch)
     return list(found)
 
 
@@ -201,6 +213,9 @@ def covering_blackwell_fp8_configs(arch: str = "sm_100a") -> list[Sm100PrefillCo
         ("bf16", "nvfp4", middle, causal, CONTIGUOUS, {}),
         ("bf16", "e4m3", (64, 64), causal, CONTIGUOUS, {}),
         ("e4m3", "bf16", (80, 80), causal, PAGES16, {}),  # padded columns
+        ("e4m3", "bf16", (256, 256), causal, PAGES16, {}),  # pairs of CTAs
+        ("e4m3", "e4m3", (192, 192), window, ROWS, {}),
+        ("e4m3", "nvfp4", (192, 192), causal, CONTIGUOUS, {}),
     ]
     return [
         Sm100PrefillConfig(arch, dtype, out, *dims, mask, *fetch, **choices)
