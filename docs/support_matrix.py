@@ -47,7 +47,7 @@ CONTEXT, XQA, MLA = support.CONTEXT, support.XQA, support.MLA
 MLA_NOTES = ("", "(6)", "(5)")
 ROWS = (
     Row("Prefill, bf16 or fp16, head dim 64, 128, 192/128", CONTEXT, ("16bit", "head_dim"), ("", "(1)", "")),
-    Row("Prefill, bf16 or fp16, other head dims up to 512", CONTEXT, ("multiple_head_dim", "large_head_dim")),
+    Row("Prefill, bf16 or fp16, other head dims up to 512", CONTEXT, ("multiple_head_dim", "large_head_dim"), ("", "(9)", "")),
     Row("Prefill, fp8 KV cache, bf16 or fp16 query", CONTEXT, ("fp8_kv",), ("", "(8)", "")),
     Row("Prefill, fp8 KV cache, fp8 query", CONTEXT, ("fp8",), ("", "(2)", "(3)")),
     Row("Prefill, NVFP4 KV cache", CONTEXT, ("nvfp4_kv",), ("", "(8)", "")),
@@ -64,8 +64,8 @@ ROWS = (
 NOTES = """\
 1. A model, not a measurement, predicts 80 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
    ([blackwell.md](docs/kernels/blackwell.md)).
-2. Head dims up to 128, and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens. Others use `mma.sync`,
-   where fp8 is no faster than bf16: 0.65 of the bf16 rate on an H200.
+2. Head dims of (9), and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens and head dim 128. Others use
+   `mma.sync`, where fp8 is no faster than bf16: 0.65 of the bf16 rate on an H200.
 3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.
 4. Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 8 rows, and `wgmma` for
    more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and head dim 512 uses `wgmma` alone.
@@ -76,6 +76,7 @@ NOTES = """\
 7. Up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow caches. More rows, and head dim 512, use
    `mma.sync`.
 8. Head dims up to 128, and 192/128. Others use `mma.sync`. Four warps dequantize K and V in shared memory.
+9. Head dims up to 128, and 160, 192, 224 and 256, which have pairs of CTAs. Others use `mma.sync`.
 """
 SHORT_NAMES = {
     support.CONTEXT: "context prefill",

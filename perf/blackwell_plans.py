@@ -1,4 +1,4 @@
-"""Predictions of tcgen05 kernels that are not written: a row for each, with a case of :mod:`hopwell.perf`."""
+"""Predictions of tcgen05 kernels from descriptions of their steps: planned kernels, and compiled ones of CTA pairs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
 
 
 def plans(rates: Rates) -> Iterator[Plan]:
-    """Yield the planned kernels of an architecture, and the compiled MLA kernel, which the first rows describe."""
+    """Yield the planned kernels of an architecture, and the compiled kernels of CTA pairs, which rows describe."""
     yield from _prefill_plans()
     yield from _mla_plans()
     yield from _decode_plans()
@@ -56,8 +56,8 @@ def plans(rates: Rates) -> Iterator[Plan]:
 def _prefill_plans() -> Iterator[Plan]:
     d128 = (128, 128)
     for name, case, loop in (
-        ("prefill bf16, head dim 256, pair of CTAs", "d256-16384", pair_prefill(256, 16)),
-        ("prefill bf16, head dim 256, pair of CTAs", "P8", pair_prefill(256, 16)),
+        ("prefill bf16, head dim 256, pair of CTAs, compiled", "d256-16384", pair_prefill(256, 16)),
+        ("prefill bf16, head dim 256, pair of CTAs, compiled", "P8", pair_prefill(256, 16)),
         ("prefill e4m3 over NVFP4", "P1-fp8-nvfp4", prefill(d128, 8, half_rows=True, cache_bits=NVFP4_BITS)),
     ):
         yield Plan(name, _CASES[case], loop, PREFILL_FAMILY)
