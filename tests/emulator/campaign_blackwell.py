@@ -44,6 +44,13 @@ def case() -> None:
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
 
+def prefill_pair() -> None:
+    """Run the same on one pair of CTAs: the second query tile of a request is in the other CTA."""
+    data = Batch(*LENGTHS, heads=1, kv_heads=1, head_dim=256, v_head_dim=256, magnitude=3.0, device="cpu")
+    with mock.patch.object(geometry, "EMULATED_SMS", 2):
+        execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
+
+
 def prefill_e4m3() -> None:
     data = Fp8Batch(*LENGTHS, heads=1, kv_heads=1, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 1):

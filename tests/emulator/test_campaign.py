@@ -204,6 +204,7 @@ OF_PAIRS = ["drop remote arrive", "commit to one CTA", "own CTA for a peer", *FE
     [
         (campaign_blackwell.case, []),
         (campaign_blackwell.prefill_e4m3, []),
+        (campaign_blackwell.prefill_pair, OF_PAIRS),
         (campaign_blackwell.mla, OF_PAIRS),
         (campaign_blackwell.mla_e4m3, OF_PAIRS),
         (campaign_blackwell.mla_invariant, [*OF_PAIRS, "drop fence.acq_rel"]),

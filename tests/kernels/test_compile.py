@@ -45,7 +45,7 @@ from hopwell.kernels.problem import Family, MaskKind, ScoreKind
 from hopwell.kernels.registry import build
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
-from hopwell.kernels.sm100.prefill.config import Q_TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 from hopwell.perf.resources import Resources
 from hopwell.perf.sass import cuda_tool
@@ -59,6 +59,7 @@ PREFILL = covering_configs()
 # sm_103a has the code of sm_100a, so a kernel of each head dim is enough, with one of the highest register use.
 SM_103A_BF16 = "prefill_sm_103a_tcgen05_bf16_"
 SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
+SM_103A += ("d256_causal_pages16", "d256_causal_skip_softmax_contiguous")
 BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),
     *covering_blackwell_fp8_configs("sm_100a"),
@@ -176,7 +177,8 @@ SM120_ON_BLACKWELL = [
     for config in (
         *(c for c in COVERING_SM120_DECODE if "d128_draft_rows32" in c.name or "d576_512_causal_rows16_p" in c.name),
         *(c for c in SM120 if re.search("e4m3_to_bf16_d128|bf16_d192_(full|sliding_window)_kv", c.name)),
-        *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in PAIRED_STACK),
+        *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in (KvType.E4M3, KvType.NVFP4)),
+        *(replace(c, head_dim_qk=248, head_dim_v=248) for c in SM120 if "bf16_d256_chunked" in c.name),
     )
 ]
 # Scales of each KV head: every kernel over dequantized caches.
@@ -311,7 +313,7 @@ def most_stack(config: KernelConfig) -> int:
     if config.arch == "sm_120a" or config in SM120_ON_BLACKWELL:
         return NARROW_STACK if dequantizes_for_itself(config) else SM120_STACK[config.family]
     if isinstance(config, Sm100PrefillConfig):
-        return TCGEN05_STACK
+        return 0 if config.is_pair else TCGEN05_STACK
     if isinstance(config, Sm100MlaConfig):
         return INVARIANT_PAIR_STACK if config.batch_invariant else FP8_PAIR_STACK * config.uses_fp8_mma
     if isinstance(config, DecodeConfig) and config.accumulated_levels and config.head_dim_v > 64:
@@ -374,31 +376,29 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
     # One instruction takes 32 bytes. Both products occur in the steps between and in the last step, which has S of the
     # next work tile. Q K^T also occurs in the first step, and P V in a last step that nothing follows.
     kind = "f8f6f4" if config.uses_fp8_mma else "f16"
-    kinds = re.findall(
-        rf"\btcgen05\.mma\.cta_group::1\.kind::{kind} \[%r\d+\], (\w+|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx
-    )
+    mma = rf"\btcgen05\.mma\.cta_group::{config.cluster_ctas}\.kind::{kind} "
+    kinds = re.findall(mma + r"\[%r\d+\], (\w+|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx)
     assert len(kinds) == ptx.count("tcgen05.mma")
-    for a_in_tensor_memory, depth, columns in (
-        (False, config.layout.depth[0], tile.n),
-        (True, tile.n, config.output_columns),
+    # Pairs issue P V once less: the next S comes before the last one.
+    for a_in_tensor_memory, times, depth, columns in (
+        (False, 3, config.layout.depth[0], tile.n),
+        (True, 1 + config.q_tiles, tile.n, config.output_columns),
     ):
         found = [int(kind) for a, kind in kinds if a.startswith("[") == a_in_tensor_memory]
-        assert len(found) == 3 * depth // config.mma_depth
+        assert len(found) == times * depth // config.mma_depth
         # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
-        assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
+        rows = 128 * config.cluster_ctas // 16
+        assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, rows)}
 
     # TMA takes a box for each column block of 64. For pages it takes one box with all column blocks for each box of
     # rows. Whole tiles of V and other tiles have separate loops. For pages whose rows fill no whole block, it takes
-    # a box for each column block again, and all tiles have one loop.
-    loops = 3 if config.layout.columns == config.layout.kv_dims else sum(config.layout.columns) // 64
-    copies = (
-        Q_TILES * config.layout.q_columns // 64
-        + {
-            KvFetch.CONTIGUOUS: (config.layout.columns[0] + 2 * config.layout.columns[1]) // 64,
-            KvFetch.PAGE_BOXES: loops * tile.n // max(config.box_rows, 1),
-            KvFetch.PAGE_ROWS: 0,
-        }[config.kv_fetch]
-    )
+    # a box for each column block again, and all tiles have one loop. So have pairs, whose CTAs have half of K's rows.
+    (blocks_k, blocks_v), rows = (count // 64 for count in config.layout.columns), config.box_rows
+    whole = config.layout.columns == config.layout.kv_dims
+    loops_k, loops_v = ((1, 2) if whole else (blocks_k, blocks_v)) if rows else (blocks_k, 2 * blocks_v)
+    boxes = tile.n // rows if rows else int(config.kv_fetch is KvFetch.CONTIGUOUS)
+    boxes_k = boxes // config.cluster_ctas if rows else boxes
+    copies = config.q_tiles * config.layout.q_columns // 64 + loops_k * boxes_k + loops_v * boxes
     assert len(re.findall(r"\bcp\.async\.bulk\.tensor\b", ptx)) == copies
     assert bool(re.search(r"\bcp\.async\.cg\b", ptx)) == (config.kv_fetch is KvFetch.PAGE_ROWS)
 

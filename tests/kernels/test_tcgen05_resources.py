@@ -66,13 +66,16 @@ def on_demand() -> list[ParameterSet]:
 
 def most_step_spills(config: KernelConfig) -> int:
     """Return the instructions of a step that may load or store a spilled register: 0 to 25 with plain scores, 26 with
-    others (2026-11-27). Softmax threads of prefill have 104 registers, see ``ROLES`` in the config."""
+    others (2026-11-27). Softmax threads of prefill have 104 registers, see ``ROLES`` in the config. Pairs of CTAs spill
+    with boxes of 8 rows alone: a loader has most addresses there."""
     if isinstance(config, Sm100DecodeConfig):
         return int(config.rows == 16 and config.head_dim_v > 192)  # one register in a loop over tiles
     if isinstance(config, Sm100MlaConfig) and (config.batch_invariant or config.uses_fp8_mma):
         return 4  # reads of an address that all roles use, see INVARIANT_PAIR_STACK of test_compile.py
     if not isinstance(config, Sm100PrefillConfig):
         return 0
+    if config.is_pair:
+        return 3 * (config.box_rows == 8)
     if config.out_dtype == "nvfp4":
         return 46  # of the store of O, once a work tile: correction has 32 registers
     return 30 if config.score is ScoreKind.SCALED else 51
