@@ -47,7 +47,12 @@ CONTEXT, XQA, MLA = support.CONTEXT, support.XQA, support.MLA
 MLA_NOTES = ("", "(6)", "(5)")
 ROWS = (
     Row("Prefill, bf16 or fp16, head dim 64, 128, 192/128", CONTEXT, ("16bit", "head_dim"), ("", "(1)", "")),
-    Row("Prefill, bf16 or fp16, other head dims up to 512", CONTEXT, ("multiple_head_dim", "large_head_dim"), ("", "(9)", "")),
+    Row(
+        "Prefill, bf16 or fp16, other head dims up to 512",
+        CONTEXT,
+        ("multiple_head_dim", "large_head_dim"),
+        ("", "(9)", ""),
+    ),
     Row("Prefill, fp8 KV cache, bf16 or fp16 query", CONTEXT, ("fp8_kv",), ("", "(8)", "")),
     Row("Prefill, fp8 KV cache, fp8 query", CONTEXT, ("fp8",), ("", "(2)", "(3)")),
     Row("Prefill, NVFP4 KV cache", CONTEXT, ("nvfp4_kv",), ("", "(8)", "")),

@@ -58,8 +58,8 @@ dequant, S, softmax, P, O, and the node. One node is combined with another for e
 are added before the tree. Two CTAs of an SM have a chain each.
 """
 
-_PLANS = """Steps of kernels that are not written, and of compiled kernels of CTA pairs beside them. Latencies of softmax and
-of rescales of O are estimates, checked against the compiled kernels.
+_PLANS = """Steps of kernels that are not written, and of compiled kernels of CTA pairs beside them. Latencies of
+softmax and of rescales of O are estimates, checked against the compiled kernels.
 """
 
 _ASSUMPTIONS = """## Assumptions

@@ -118,7 +118,7 @@ class TestResolve:
         with pytest.raises(NotImplementedError, match=message):
             resolve_own(paged(*cache("tuple-HND", 16, dims)), arch)
 
-    @pytest.mark.parametrize("dims", [dims for dims in SINGLE_DIMS if dims[0] % 16 == 0], ids=str)  # rows that TMA takes
+    @pytest.mark.parametrize("dims", [dims for dims in SINGLE_DIMS if dims[0] % 16 == 0], ids=str)  # rows for TMA
     def test_e4m3_caches_with_16_bit_queries(self, dims: tuple[int, int], arch: str) -> None:
         """They have the tiles of 16-bit caches, because K and V are dequantized in place."""
         key, value = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
@@ -202,7 +202,7 @@ class TestKvFetch:
 class TestResources:
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_tensor_memory(self, dims: tuple[int, int]) -> None:
-        """S comes first, then O: of both query tiles, or of one with two places for S. Both take 512 columns at most."""
+        """S comes first, then O: of both query tiles, or of one with two places for S. 512 columns at most."""
         c = config(dims)
         assert c.q_tiles == (1 if dims in PAIR_DIMS else 2)
         assert c.columns.first("s") == 0
