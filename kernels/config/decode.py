@@ -11,6 +11,7 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.config.base import (
+    BLOCK_COLUMNS,
     DTYPES,
     QUERY_DTYPES,
     KernelConfig,
@@ -193,17 +194,27 @@ class DecodeConfig(SplitKeys, KernelConfig):
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
         """Return the rows of the kernel's tile for ``rows`` packed rows of a request."""
-        return tile_rows(rows, head_dim, kv_type)
+        few = cls.tiles_with_tree(head_dim, kv_type)
+        if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
+            few = *few, MOST_ROWS_IN_REGISTERS
+        return min((m for m in few if m >= rows), default=ROWS)
 
     @classmethod
     def tiles_with_tree(cls, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tuple[int, ...]:
         """Return the rows of tiles whose kernels combine leaves as a tree."""
-        return tiles_with_tree(head_dim, kv_type, dtype)
+        rows = tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
+        # Block scales of V are rearranged in shared memory by the only warpgroup that reads them.
+        return rows[:1] if kv_type is KvType.NVFP4 else rows
 
     @property
     def has_tree(self) -> bool:
         """Whether leaves of keys are combined as a binary tree (stream-K), see ``sm90/decode/swap_ab.py``."""
         return self.rows in self.tiles_with_tree(self.head_dim_qk, self.kv_type, self.dtype)
+
+    @property
+    def value_blocks(self) -> int:
+        """Products of 64 columns of V."""
+        return -(-self.head_dim_v // BLOCK_COLUMNS)
 
     @property
     def smem_levels(self) -> int:
@@ -373,21 +384,6 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
     for what, is_given in given.items():
         if is_given:
             raise NotImplementedError(f"there is no {kernel} with {what} for {arch}")
-
-
-def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
-    """Return the rows of the kernel's tile for ``rows`` packed rows of a request, with queries of ``dtype``."""
-    few = tiles_with_tree(head_dim, kv_type, dtype)
-    if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
-        few = *few, MOST_ROWS_IN_REGISTERS
-    return min((m for m in few if m >= rows), default=ROWS)
-
-
-def tiles_with_tree(head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tuple[int, ...]:
-    """Return the rows of tiles whose kernels combine leaves as a tree."""
-    rows = tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
-    # Block scales of V are rearranged in shared memory by the only warpgroup that reads them.
-    return rows[:1] if kv_type is KvType.NVFP4 else rows
 
 
 def shipped_decode_configs(

@@ -19,7 +19,7 @@ import hopwell
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels import Plan, execute
 from hopwell.kernels.config.base import KvType
-from hopwell.kernels.config.decode import tile_rows
+from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.problem import Mask, MaskKind, PageTable
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ class Kind:
 
     def group(self, q_len: int) -> int:
         group = self.rows // q_len
-        used, meant = (tile_rows(rows, self.head_dim, self.kv_type) for rows in (group * q_len, self.rows))
+        used, meant = (DecodeConfig.rows_for(rows, self.head_dim, self.kv_type) for rows in (group * q_len, self.rows))
         assert used == meant
         return group
 

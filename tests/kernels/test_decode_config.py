@@ -25,7 +25,6 @@ from hopwell.kernels.config.decode import (
     DecodeConfig,
     resolve_decode,
     shipped_decode_configs,
-    tile_rows,
 )
 from hopwell.kernels.config.splitting import ROWS, SWAP_AB_ROWS
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
@@ -76,7 +75,7 @@ UNSEEN: dict[str, dict[str, Any]] = {
 
 def rows_of(dim: int, kv_type: KvType) -> list[int]:
     """Return the rows of the tiles of a head dim."""
-    return sorted({tile_rows(rows, dim, kv_type) for rows in (*SWAP_AB_ROWS, ROWS)})
+    return sorted({DecodeConfig.rows_for(rows, dim, kv_type) for rows in (*SWAP_AB_ROWS, ROWS)})
 
 
 def of_rows(dim: int | tuple[int, int], kv_type: KvType, rows: int) -> list[DecodeConfig]:

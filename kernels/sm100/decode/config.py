@@ -43,11 +43,6 @@ class Sm100DecodeConfig(DecodeConfig):
         return ARCHITECTURES[self.arch].matrix_instruction
 
     @property
-    def value_blocks(self) -> int:
-        """Products of 64 columns of V."""
-        return -(-self.head_dim_v // BLOCK_COLUMNS)
-
-    @property
     def operand_columns(self) -> int:
         """Columns of tensor memory of a tile of K or V as operand A; a column has two 16-bit elements."""
         k_columns = -(-self.layout.tile_dims[0] // BLOCK_COLUMNS) * BLOCK_COLUMNS

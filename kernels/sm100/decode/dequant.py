@@ -20,15 +20,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Float16, Int32, Uint32
 
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.core.pipeline import Ring, Rings
-from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS
-from hopwell.kernels.sm90.decode.dequant_products import DequantProducts
-from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantLeafOperands, WarpColumns
+from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantLeafOperands
 from hopwell.kernels.sm90.decode.dequant_wgmma import DequantOperandA
 from hopwell.kernels.sm90.decode.leaves import WarpgroupExchange
 from hopwell.kernels.sm100.common import tmem
@@ -57,22 +55,13 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
 
     @staticmethod
     def create(kernel, tiles: SharedTiles, rings: Rings, accumulators: Accumulators) -> "TensorDequantOperands":
-        config, m, part = kernel.config, kernel.tile.m, accumulators.part
-        products, blocks = part.rows // MMA_COLUMNS, config.value_blocks
+        m, part = kernel.tile.m, accumulators.part
         q = SharedOperand.of(tiles.q, m, kernel.layout.q_columns, columns_first=False)
         return TensorDequantOperands(
-            **DequantProducts.fields(kernel, tiles, products) | dict(q=q),
-            p_tile=shared_address(tiles.p.iterator),
-            s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
-            o=cute.make_rmem_tensor(4 * products * blocks, Float32),
-            leaf_tiles=kernel.step_tiles,
-            at_once=1,
-            columns=WarpColumns.of(config),
+            **DequantOperandA.common_fields(kernel, tiles, part, q),
             p=SharedOperand.of(tiles.p, m, LEAF_TILE, columns_first=False),
             accumulators=accumulators,
             a_ring=rings.a,
-            exchange=kernel.exchange(tiles),
-            first_row=part.first_row,
         )
 
     @property

@@ -22,7 +22,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.elements import HALFWORD_BYTES
@@ -58,12 +57,12 @@ class DequantLeafOperands(DequantProducts):
 
     @staticmethod
     def create(kernel, tiles: SharedTiles) -> "DequantLeafOperands":
-        products, parts = kernel.tile.m // MMA_COLUMNS, -(-kernel.config.head_dim_v // BLOCK_COLUMNS)
+        products = kernel.tile.m // MMA_COLUMNS
         return DequantLeafOperands(
             **DequantProducts.fields(kernel, tiles, products),
             p_tile=shared_address(tiles.p.iterator),
             s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
-            o=cute.make_rmem_tensor(4 * products * parts, Float32),
+            o=cute.make_rmem_tensor(4 * products * kernel.config.value_blocks, Float32),
             leaf_tiles=kernel.step_tiles,
             at_once=max(min(kernel.tile.kv_stages // 2, MOST_COLUMNS // padded(kernel.layout.tile_dims[0])), 1),
             columns=WarpColumns.of(kernel.config),

@@ -53,6 +53,22 @@ class DequantOperandA:
     exchange: WarpgroupExchange
     first_row: Any  # of this warpgroup in the tile
 
+    @staticmethod
+    def common_fields(kernel, tiles: SharedTiles, part, q) -> dict[str, Any]:
+        """Return the fields that all kernels with these operands have. ``part``: the warpgroup's rows of the tile."""
+        products = part.rows // MMA_COLUMNS
+        return DequantProducts.fields(kernel, tiles, products) | dict(
+            q=q,
+            p_tile=shared_address(tiles.p.iterator),
+            s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
+            o=cute.make_rmem_tensor(4 * products * kernel.config.value_blocks, Float32),
+            leaf_tiles=kernel.step_tiles,
+            at_once=1,
+            columns=WarpColumns.of(kernel.config),
+            exchange=kernel.exchange(tiles),
+            first_row=part.first_row,
+        )
+
     def begin(self, q_ring, work) -> None:
         """Rewrite this warpgroup's rows of Q in float16, in the order in which lanes read columns of K."""
         g, t = place_in_warp()
@@ -131,33 +147,23 @@ class WgmmaDequantOperands(DequantOperandA, DequantLeafOperands):
 
     @staticmethod
     def create(kernel, tiles: SharedTiles) -> "WgmmaDequantOperands":
-        config, part, n = kernel.config, kernel.row_part(), kernel.tile.n
-        products, blocks = part.rows // MMA_COLUMNS, -(-config.head_dim_v // BLOCK_COLUMNS)
+        part, n = kernel.row_part(), kernel.tile.n
         mma = make_mma(
             Float16, (WARPGROUP_ROWS, part.rows), warpgroup.OperandSource.RMEM, OperandMajorMode.K, warpgroups=1
         )
         thread = mma.get_slice(0)
-        fields = DequantProducts.fields(kernel, tiles, products)
         q, p = (rows_of(as_float16(tile), part) for tile in (tiles.q, tiles.p))
 
         def operand(depth: int):
             return thread.make_fragment_A(thread.partition_shape_A((WARPGROUP_ROWS, depth)))
 
         return WgmmaDequantOperands(
-            **fields | dict(q=thread.make_fragment_B(thread.partition_B(q))),
-            p_tile=shared_address(tiles.p.iterator),
-            s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
-            o=cute.make_rmem_tensor(4 * products * blocks, Float32),
-            leaf_tiles=kernel.step_tiles,
-            at_once=1,
-            columns=WarpColumns.of(config),
+            **DequantOperandA.common_fields(kernel, tiles, part, thread.make_fragment_B(thread.partition_B(q))),
             qk_mma=mma,
             pv_mma=mma,
             p=thread.make_fragment_B(thread.partition_B(p)),
             keys=tuple(operand(padded(kernel.layout.tile_dims[0])) for _ in range(BUFFERS)),
-            values=tuple(tuple(operand(n) for _ in range(blocks)) for _ in range(BUFFERS)),
-            exchange=kernel.exchange(tiles),
-            first_row=part.first_row,
+            values=tuple(tuple(operand(n) for _ in range(kernel.config.value_blocks)) for _ in range(BUFFERS)),
         )
 
     def multiply_keys(self, ring, step, q_stage) -> None:

@@ -13,7 +13,7 @@ from helpers.batches.prefill import Expected, starts
 from helpers.device.schedules import PLAIN, Setting
 from hopwell.kernels import Plan, registry
 from hopwell.kernels.config.base import MAX_BOX_ROWS, MIN_BOX_ROWS, QUERY_DTYPES, KvFetch, KvType
-from hopwell.kernels.config.decode import NARROW_TYPES, DecodeConfig, tile_rows
+from hopwell.kernels.config.decode import NARROW_TYPES, DecodeConfig
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import SWAP_AB_ROWS
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
@@ -54,7 +54,7 @@ def config_for(
     its new tokens.
     """
     dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    common, kind = ("sm_90a", dtype, dtype, *dims, mask), (kv_type, tile_rows(rows, dims[0], kv_type))
+    common, kind = ("sm_90a", dtype, dtype, *dims, mask), (kv_type, DecodeConfig.rows_for(rows, dims[0], kv_type))
     box_rows = min(page_size, MAX_BOX_ROWS, DecodeConfig(*common, KvFetch.PAGE_ROWS, 0, *kind).tile.n)
     fetch = (KvFetch.PAGE_BOXES, box_rows) if box_rows >= MIN_BOX_ROWS else (KvFetch.PAGE_ROWS, 0)
     return DecodeConfig(*common, *fetch, *kind)
