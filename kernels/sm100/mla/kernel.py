@@ -56,8 +56,8 @@ class MlaSm100(LatentKernel, DecodeKernel):
         warps 0..3    softmax     a thread has 64 keys of a row, from S in tensor memory to P in shared memory
         warps 4..7    correction  rescales O when a row's reference moves; at the end stores results or partials, and
                                   combines partials
-        warp 8        mma         in the leader issues all products; in the other CTA it is the relay, which tells the
-                                  leader that tiles have been loaded
+        warp 8        mma         in the leader copies Q to tensor memory and issues all products; in the other CTA it
+                                  is the relay, which tells the leader that tiles have been loaded
         warp 9        load_k      this CTA's 64 keys of a step, all columns; by TMA, or lanes copy rows
         warp 10       load_v      all keys of a step, this CTA's half of the value's columns
         warp 11       schedule    work tiles, the same in both CTAs, and this CTA's rows of Q
@@ -73,7 +73,8 @@ class MlaSm100(LatentKernel, DecodeKernel):
         loaded_k, loaded_v  load -> dequantize  8-bit boxes; dequantize fills k and v, and products release those
         relayed_q, relayed_k, relayed_v  mma of the other CTA -> mma of the leader: full when the other CTA's stage is
         work    schedule -> all others
-        s       mma -> softmax        released when both CTAs have S in registers
+        s       mma -> softmax        released when both CTAs have S in registers. After a work tile's last S, Q of the
+                                      next one may replace Q in tensor memory
         p       softmax -> mma        full when both CTAs have written P; released when O has been computed
         factor  softmax -> correction a value per thread: the factor of a row of O for each step but the first, and at
                                       the end of a work tile the row's reference, then its sum over 64 of the keys
@@ -82,8 +83,11 @@ class MlaSm100(LatentKernel, DecodeKernel):
         o       mma -> correction     full after each step; released when O has been corrected or stored and may be
                                       added to
 
-    Tensor memory: S has 64 columns, O 256 at head dim 576/512. Shared memory there: Q 72 KiB, K 72, V 64, P 16 in 16
-    bits; in e4m3 Q 40 KiB, two steps of K 40 and V 32, P 8.
+    Tensor memory: at head dim 576/512 S has 64 columns, O 256 and Q 192 in 16 bits, 160 in e4m3. Shared memory there:
+    Q 72 KiB, K 72, V 64, P 16 in 16 bits; in e4m3 Q 40 KiB, two steps of K 40 and V 32, P 8.
+
+    Once in a work tile, ``tcgen05.cp`` copies the first boxes of Q to tensor memory in both CTAs. Of head dim 576 these
+    are six of nine boxes in 16 bits, and all five in e4m3. Products read the others from shared memory.
 
     In e4m3 each step has references of its own, see TileSoftmax, and O is rescaled in nearly every step.
 

@@ -8,12 +8,12 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
 from hopwell.kernels.parts.core.device import barrier_all, device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
+from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import RowResults
 from hopwell.kernels.parts.rows.head_scales import output_scale_of, with_scale_of
@@ -111,15 +111,13 @@ def polynomial_powers(exponents: tuple) -> tuple:
     return tuple(_add_exponent(power, integer) for power, integer in zip(powers, shifted, strict=True))
 
 
-@dsl_user_op
-def _add_exponent(power, integer, *, loc=None, ip=None):
+def _add_exponent(power, integer):
     """Return ``power`` times 2 to the integer in the lowest bits of ``integer``."""
-    return cute.arch.inline_ptx(
+    return ptx(
         "{ .reg .b32 a, b; mov.b32 a, {$r1}; mov.b32 b, {$r0}; shl.b32 a, a, 23; add.s32 b, a, b; mov.b32 {$w0}, b; }",
-        write_only_types=[Float32],
-        read_only_args=[power, integer],
-        loc=loc,
-        ip=ip,
+        power,
+        integer,
+        results=[Float32],
     )
 
 
