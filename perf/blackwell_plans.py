@@ -8,6 +8,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from hopwell.kernels.capability.shipped import kernels_to_ship
+from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
+from hopwell.kernels.support import TYPES_16BIT, TYPES_FP8
 from hopwell.perf.blackwell_kernels import LATENT_DIMS, NVFP4_BITS, Order, leaves, mla, pair_prefill, prefill
 from hopwell.perf.blackwell_rates import Rates
 from hopwell.perf.calibration import DECODE as DECODE_FAMILY
@@ -49,7 +52,7 @@ class Plan:
 def plans(rates: Rates) -> Iterator[Plan]:
     """Yield the planned kernels of an architecture, and the compiled kernels of CTA pairs, which rows describe."""
     yield from _prefill_plans()
-    yield from _mla_plans()
+    yield from _mla_plans(rates.arch)
     yield from _decode_plans()
 
 
@@ -63,10 +66,10 @@ def _prefill_plans() -> Iterator[Plan]:
         yield Plan(name, _CASES[case], loop, PREFILL_FAMILY)
 
 
-def _mla_plans() -> Iterator[Plan]:
-    # As ``Sm100MlaConfig.rescaled_columns``.
-    wide: dict[str, Any] = dict(rescaled_at_once=32)
-    fp8: dict[str, Any] = dict(rescaled_at_once=64)
+def _mla_plans(arch: str) -> Iterator[Plan]:
+    shipped = (c for c in kernels_to_ship(arch, (TYPES_16BIT, TYPES_FP8)) if isinstance(c, Sm100MlaConfig))
+    by_type: dict[str, Any] = {c.dtype: dict(rescaled_at_once=c.rescaled_columns) for c in shipped}
+    wide, fp8 = by_type["bf16"], by_type["e4m3"]
     for name, case, step in (
         ("MLA bf16, Q in shared memory", "M1", mla(16, **wide)),
         ("MLA bf16, 2/3 of Q in tensor memory, compiled", "M1", mla(16, 2 / 3, **wide)),

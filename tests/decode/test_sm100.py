@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.batches.decode import DRAFT, DecodeBatch
-from helpers.batches.prefill import same
+from helpers.batches.prefill import check_requests_alone, same
 from helpers.cases.decode import TORCH_DTYPES, Case, batch_of, check_config, fewest_rows, mask_of, takes_ragged_drafts
 from helpers.covering.configs import PAGES16, PAGES64
 from helpers.covering.sm100_decode import COVERING_SM100_DECODE, page_size
@@ -138,8 +138,7 @@ def test_whoever_has_which_leaves(dim: int, rows: int, kv_heads: int) -> None:
     assert not emulator.report().warnings
     data = batch_of(config, case, "cpu")
     out = execute(data.decode(64)).clone()
-    for index in range(data.size):
-        assert torch.equal(out[index : index + 1], execute(data.request(index).decode(64)))
+    check_requests_alone(data, out, 64)
     if not config.accumulated_levels:  # otherwise a complete leaf is added to O, where wgmma adds tile by tile
         assert torch.equal(*both(data.decode(64)))
 
@@ -171,8 +170,7 @@ def test_a_batch_is_its_requests_wherever_their_pages_are(group: int) -> None:
     assert not out.isnan().any()
     same(problem, key=other.key, value=other.value, page_table=other.page_table)
     same(problem, **{name: in_nhd(getattr(problem, name)) for name in ("key", "value")})
-    for index in range(data.size):
-        assert torch.equal(out[5 * index : 5 * index + 5], execute(data.request(index).decode(16, DRAFT)))
+    check_requests_alone(data, out, 16, DRAFT)
 
 
 def in_nhd(pool: torch.Tensor) -> torch.Tensor:
