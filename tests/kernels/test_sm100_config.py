@@ -74,12 +74,12 @@ class TestShipped:
         assert {c.kv_fetch for c in padded if not c.is_pair} == set(KvFetch) - {KvFetch.TOPK_ROWS}
         assert {c.kv_fetch for c in padded if c.is_pair} == set(KvFetch) - {KvFetch.TOPK_ROWS}
         assert {c.mask for c in padded if c.is_pair} == set(MASKS)
-        served = set(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
+        served = set(ScoreKind)
         for dims, scores in (((64, 64), served - {ScoreKind.LARGE_SOFT_CAP}), ((128, 128), served)):
             here = [c for c in covering if (c.head_dim_qk, c.head_dim_v) == dims]
             assert {(c.mask, c.score, c.skip_softmax) for c in here} == {
                 *((mask, ScoreKind.SCALED, False) for mask in MASKS),
-                *((MaskKind.CAUSAL, score, False) for score in scores if score is not ScoreKind.CAPPED_ALIBI),
+                *((MaskKind.CAUSAL, score, False) for score in scores),
                 (MaskKind.CAUSAL, ScoreKind.SCALED, True),
             }
         assert {c.dtype for c in covering} == set(DTYPES.values())
@@ -101,13 +101,10 @@ class TestResolve:
         """No feature changes a tile, so boxes stay too."""
         problem = paged(*cache("tuple-HND", 16, (128, 128)))
         plain = resolve_own(problem, arch)
-        served = [score for score in ScoreKind if score is not ScoreKind.CAPPED_ALIBI]
-        for mask, score, skip in itertools.product(MASKS, served, (0.0, 500.0)):
+        for mask, score, skip in itertools.product(MASKS, ScoreKind, (0.0, 500.0)):
             found = resolve_own(replace(problem, mask=MASKS[mask], score=SCORES[score], skip_softmax=skip), arch)
             assert found == replace(plain, mask=mask, score=score, skip_softmax=skip > 0)
             assert found.tile == plain.tile
-        with pytest.raises(NotImplementedError, match=f"capped_alibi have no kernel on {arch}; supported: scaled, "):
-            resolve_own(replace(problem, score=SCORES[ScoreKind.CAPPED_ALIBI]), arch)
 
     @pytest.mark.parametrize("dims", [(136, 136), (168, 168), (248, 248), (512, 512), (128, 64), (256, 128)], ids=str)
     def test_other_head_dims_are_refused(self, dims: tuple[int, int], arch: str) -> None:
@@ -171,8 +168,7 @@ class TestResolve:
         plain = paged(*cache("tuple-HND", 16, (128, 128)))
         wide, narrow = (paged(*cache("tuple-HND", 16, dims)) for dims in ((512, 512), (136, 136)))
         fp8 = paged(*cache("tuple-HND", 16, (512, 512), dtype=torch.float8_e4m3fn))
-        capped = [replace(one, score=SCORES[ScoreKind.CAPPED_ALIBI]) for one in (plain, wide)]
-        rest = [wide, narrow, fp8, *capped]
+        rest = [wide, narrow, fp8]
         for problem in rest:
             found = resolve(problem, arch)
             assert found == replace(resolve(problem, "sm_120a"), arch=arch)

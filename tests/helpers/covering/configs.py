@@ -173,8 +173,8 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
     for dims, fetch in ((narrow, CONTIGUOUS), (middle, PAGES16)):
         add(dims, MaskKind.FULL, fetch)
         add(dims, MaskKind.CHUNKED, fetch)
-        add(dims, MaskKind.CAUSAL, fetch, score=ScoreKind.ALIBI)
-        add(dims, MaskKind.CAUSAL, fetch, score=ScoreKind.SOFT_CAP)
+        for score in (ScoreKind.ALIBI, ScoreKind.SOFT_CAP, ScoreKind.CAPPED_ALIBI):
+            add(dims, MaskKind.CAUSAL, fetch, score=score)
         add(dims, MaskKind.CAUSAL, fetch, skip_softmax=True)
     for fetch in (CONTIGUOUS, ROWS):
         add(uneven, MaskKind.CAUSAL, fetch)
@@ -189,7 +189,7 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
         add(widest, causal, fetch)
     for mask in (MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED, MaskKind.FULL):
         add(widest, mask, PAGES16)
-    for score in (ScoreKind.ALIBI, ScoreKind.SOFT_CAP):
+    for score in (ScoreKind.ALIBI, ScoreKind.SOFT_CAP, ScoreKind.CAPPED_ALIBI):
         add(widest, causal, PAGES16, score=score)
     add(widest, causal, CONTIGUOUS, skip_softmax=True)
     add(widest, causal, PAGES16, "fp16")
