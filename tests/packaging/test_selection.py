@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from core_kernels import KERNELS
 from helpers.device import schedules
 from selection import COMPILING, SETS, asks_for_gpu, cell, core, functions, members, shard
@@ -86,7 +87,8 @@ def kernels_of_tests() -> Iterator[tuple[str, Any]]:
                 continue
             for mark in marks:
                 for case in mark.args[1] if mark.name == "parametrize" else ():
-                    values = getattr(case, "values", case if isinstance(case, tuple) else (case,))
+                    values = case if isinstance(case, tuple) else (case,)
+                    values = case.values if isinstance(case, ParameterSet) else values
                     yield from ((kind, value) for kind in kinds for value in values if hasattr(value, "family"))
 
 

@@ -216,10 +216,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         elif warp < self.config.roles.end("load_q"):
             self.set_registers(table["mma"].registers)
             if warp == first("mma"):
-                if const_expr(is_pair):
-                    self.run_pair(tiles, rings, work_queue, (s_ring, p_ring, o_ring), tensor_memory)
-                else:
-                    Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
+                self.run_mma(tiles, rings, work_queue, (s_ring, p_ring, o_ring), tensor_memory, pending)
             if warp == first("load_k"):
                 key = KvOperand.key(addresses, geometry, self.config)
                 self._load(0, k_atom, tiles.k, rings, zeroing_barriers, work_queue, key)
@@ -229,10 +226,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             if warp == first("load_q"):
                 parts = (geometry, addresses, mask, self.tile.n, TileShape.of(1, self.tile.m))
                 parts += (self, copy.tma_descriptor(q_atom), tiles.q, rings.q)
-                if const_expr(is_pair):
-                    PairSchedule(*parts, pair.rank(), LeaderRing.of(rings.ticket), words + 8).publish(work_queue)
-                else:
-                    LoadingSchedule(*parts).publish(work_queue)
+                self.schedule(parts, rings, words + 8).publish(work_queue)
             cute.arch.griddepcontrol_launch_dependents()
         else:
             if const_expr(self.config.dequantizes_in_place):
@@ -257,6 +251,19 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         if warp == self.first_warp("mma"):
             tmem.allocate(slot, CTAS)
         cute.arch.sync_threads()
+
+    def schedule(self, parts: tuple, rings, ticket) -> LoadingSchedule:
+        """Return the schedule with the fields ``parts``. ``ticket`` is shared memory that pairs use."""
+        if not self.config.is_pair:
+            return LoadingSchedule(*parts)
+        return PairSchedule(*parts, pair.rank(), LeaderRing.of(rings.ticket), ticket)
+
+    def run_mma(self, tiles, rings, work_queue, leader_rings, tensor_memory, pending) -> None:
+        """Run the mma warp."""
+        if self.config.is_pair:
+            self.run_pair(tiles, rings, work_queue, leader_rings, tensor_memory)
+        else:
+            Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
 
     @cute.jit
     def run_pair(self, tiles, rings, work_queue, leader_rings, tensor_memory) -> None:

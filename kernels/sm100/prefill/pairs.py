@@ -1,4 +1,4 @@
-"""What prefill of CTA pairs has of its own: the mma warps of both CTAs, and a schedule whose tickets both share."""
+"""Roles of prefill on CTA pairs: the mma warps of both CTAs, and a schedule whose tickets both share."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -87,8 +87,8 @@ class Draw:
         return chosen
 
     def head_dims(self, choices: Any) -> tuple[int, int]:
-        """Return head dims, mostly common ones or those of CTA pairs: an architecture may have more kinds of kernels
-        there."""
+        """Return head dims, mostly common ones or head dims of CTA pairs. An architecture may have more kinds of
+        kernels there."""
         choices = list(choices)
         common = [dims for dims in choices if dims in support.COMMON_HEAD_DIMS]
         pairs = [dims for dims in choices if dims in PAIR_DIMS]
