@@ -170,7 +170,7 @@ SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 112, Family.MLA: 96}
 NARROW_STACK = 80  # if warps dequantize K and V for themselves
 # For Blackwell the compiler keeps pairs of O's elements side by side, which take up to 128 registers, and spills: see
 # docs/kernels/blackwell.md.
-PAIRED_STACK = {KvType.WIDE: 320, KvType.E4M3: 512, KvType.NVFP4: 416}
+PAIRED_STACK = {KvType.WIDE: 360, KvType.E4M3: 512, KvType.NVFP4: 416}
 # Kernels of sm_120 that serve Blackwell, with registers by role: these stand for all of them.
 SM120_ON_BLACKWELL = [
     replace(config, arch="sm_100a")
