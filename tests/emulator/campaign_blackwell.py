@@ -6,6 +6,7 @@ An equivalent fault cannot change the kernel's behaviour.
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
 from typing import Any
 from unittest import mock
@@ -45,8 +46,10 @@ def case() -> None:
 
 
 def prefill_pair() -> None:
-    """Run the same on one pair of CTAs: the second query tile of a request is in the other CTA."""
-    data = Batch(*LENGTHS, heads=1, kv_heads=1, head_dim=256, v_head_dim=256, magnitude=3.0, device="cpu")
+    """Run the same on one pair of CTAs: the second query tile of a request is in the other CTA. Other work tiles follow
+    the ones without keys."""
+    lengths = [260, 3, 4, 130, 2], [300, 0, 0, 150, 10]
+    data = Batch(*lengths, heads=1, kv_heads=1, head_dim=256, v_head_dim=256, magnitude=3.0, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 2):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
@@ -102,7 +105,9 @@ def mla_invariant(kind: type[MlaBatch] = MlaBatch) -> None:
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Return why an undetected fault changes nothing, or ""."""
     of_kernel = _reason_of_mla if "MlaSm100" in kernel.name else _reason_of_prefill
-    rules = equivalent_faults.equivalent, reason_of_tensor_fence, _reason_of_dequantization, of_kernel
+    rules = [equivalent_faults.equivalent, reason_of_tensor_fence, _reason_of_dequantization, of_kernel]
+    if of_kernel is _reason_of_prefill and places(kernel, "barrier.cluster"):
+        rules.append(_reason_of_pairs)
     return next((reason for rule in rules if (reason := rule(fault, kernel))), "")
 
 
@@ -145,6 +150,54 @@ def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
         if pc == max(wait for wait in every if wait < last_copy):
             return "both stages of Q are given back behind the same products, and the first has been waited for"
     return ""
+
+
+def _reason_of_pairs(fault: Fault, kernel: Kernel) -> str:
+    """Return why a dropped signal between the CTAs of a pair changes nothing in prefill, or ""."""
+    pc, products = fault.sites[0], places(kernel, "tcgen05.mma")
+    signals = ("mbarrier", "tcgen05", "bar", "fence", "ld.shared", "st.shared")
+    last = next((i.op for i in reversed(kernel.instrs[:pc]) if i.op.startswith(signals)), "")
+    if fault.kind == "drop bar.sync" and _next(kernel, pc, signals).startswith("barrier.cluster"):
+        return "both CTAs meet at once"
+    if fault.kind == "drop bar.warp.sync":
+        if last.startswith("bar.warp.sync"):
+            return "the warp has just met"
+        if last.startswith("mbarrier.try_wait"):
+            return "every lane of the relay has waited itself"
+        if any(i.op.startswith("setmaxnreg") for i in kernel.instrs[pc - 5 : pc]):
+            return "O is given away before anything has accessed it"
+    if fault.kind == "drop fence.release":
+        # The fence is behind a warp barrier. The relay has waited for a tile, and others for tensor memory.
+        if pc < products[0]:
+            return "only tensor memory changes hands, and tcgen05.fence orders it"
+        if _next(kernel, pc, ("fence.release", "tcgen05")).startswith("fence.release") and _tells_of_q(kernel, pc):
+            return "the relay tells of Q before it tells of K, with a fence that covers both"
+    if fault.kind == "drop fence.acquire" and pc < products[-1]:
+        if _next(kernel, pc, ("fence.acquire", "tcgen05.mma")).startswith("fence.acquire"):
+            return "another wait follows before the next product, and its fence covers both"
+        if not _precedes_scores(kernel, pc):
+            return "P V has had a fence behind the wait for V, and only tensor memory changes hands behind the others"
+    if fault.kind == "drop mbarrier wait":
+        is_relayed = "cluster" in fault.text and _tells_of_q(kernel, pc)
+        if (
+            is_relayed
+            and _precedes_scores(kernel, pc)
+            and not _next(kernel, pc, ("tcgen05",)).startswith("tcgen05.commit")
+        ):
+            return "the relay tells of Q before it tells of K, which the leader waits for too"
+        follows = _next(kernel, fault.sites[-1], signals)
+        if pc > places(kernel, "tcgen05.commit")[-1] and follows.startswith("mbarrier.try_wait"):
+            return "the products that the waits behind it are for were committed later"
+    return ""
+
+
+def _tells_of_q(kernel: Kernel, pc: int) -> bool:
+    """Whether the barrier of a signal is one of Q, whose ring has one stage: no instruction before computes its address.
+    Stages of K and V have theirs from an addition right before."""
+    near = kernel.instrs[max(pc - 12, 0) : pc + 1]
+    found = [re.search(r"(?:mapa\S* %?\w+, |try_wait\S* %?\w+, \[)(%r\d+)", i.text) for i in near]
+    address = next((match[1] for match in reversed(found) if match), "")
+    return bool(address) and not any(i.text.startswith(f"add.s32 {address},") for i in near)
 
 
 def _next(kernel: Kernel, pc: int, starts: tuple[str, ...]) -> str:
