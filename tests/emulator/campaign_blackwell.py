@@ -179,11 +179,8 @@ def _reason_of_pairs(fault: Fault, kernel: Kernel) -> str:
             return "P V has had a fence behind the wait for V, and only tensor memory changes hands behind the others"
     if fault.kind == "drop mbarrier wait":
         is_relayed = "cluster" in fault.text and _tells_of_q(kernel, pc)
-        if (
-            is_relayed
-            and _precedes_scores(kernel, pc)
-            and not _next(kernel, pc, ("tcgen05",)).startswith("tcgen05.commit")
-        ):
+        keyless = _next(kernel, pc, ("tcgen05",)).startswith("tcgen05.commit")
+        if is_relayed and not keyless and _precedes_scores(kernel, pc):
             return "the relay tells of Q before it tells of K, which the leader waits for too"
         follows = _next(kernel, fault.sites[-1], signals)
         if pc > places(kernel, "tcgen05.commit")[-1] and follows.startswith("mbarrier.try_wait"):
