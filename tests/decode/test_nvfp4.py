@@ -78,7 +78,7 @@ def test_drafts_with_a_window_and_sinks(group: int, device: str) -> None:
     assert torch.equal(alone.view(U8), out[3:4].view(U8))
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (128, 20)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (192, 20)])
 def test_bits_are_those_of_e4m3(head_dim: int, group: int, device: str) -> None:
     """The caches hold the same numbers. Scores are exact in any order of their sums; values are added in the same
     order.
