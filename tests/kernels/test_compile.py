@@ -175,7 +175,7 @@ PAIRED_STACK = {KvType.WIDE: 360, KvType.E4M3: 512, KvType.NVFP4: 416}
 SM120_ON_BLACKWELL = [
     replace(config, arch="sm_100a")
     for config in (
-        *(c for c in COVERING_SM120_DECODE if "d128_draft_rows32" in c.name or "d576_512_causal_rows16_p" in c.name),
+        *(c for c in COVERING_SM120_DECODE if "d128_draft_rows32" in c.name),
         *(c for c in SM120 if re.search("e4m3_to_bf16_d128|bf16_d192_(full|sliding_window)_kv", c.name)),
         *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in (KvType.E4M3, KvType.NVFP4)),
         *(replace(c, head_dim_qk=248, head_dim_v=248) for c in SM120 if "bf16_d256_chunked" in c.name),

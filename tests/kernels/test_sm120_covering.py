@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches.decode import DecodeBatch
-from helpers.batches.fp8 import Fp8Batch, round_keys_and_values, with_fp8_cache
+from helpers.batches.fp8 import WHOLE_ERROR, Fp8Batch, round_keys_and_values, with_fp8_cache
 from helpers.batches.low_precision import NVFP4, LowPrecisionBatch
 from helpers.batches.mla import MlaBatch, PackedBatch, with_topk
 from helpers.batches.prefill import CAUSAL, FULL, Batch, check_statistics, chunked, window
@@ -41,6 +41,9 @@ NARROW_OUTS = {"fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "nvfp4": torc
 OUTS = {torch.bfloat16: "", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}  # of e4m3 queries
 CAPS = {ScoreKind.SOFT_CAP: 5.0, ScoreKind.LARGE_SOFT_CAP: 1e6, ScoreKind.CAPPED_ALIBI: 5.0}
 MASKS = {mask.kind: mask for mask in (FULL, CAUSAL, window(70), chunked(64))}
+# Rounding of weights to e4m3 averages out over many rows. The second request has three rows. In float64 this rounding
+# alone puts them off by 2.0e-2 to 2.7e-2 of their norm with capped scores, and 2.1e-2 to 2.5e-2 with plain ones.
+ROUNDING_OF_FEW_ROWS = 1.5 * WHOLE_ERROR
 PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, TOPK: 16}
 PREFILL = dict(q_lens=[70, 3], kv_lens=[130, 80], heads=4, kv_heads=2, head_dim=64, device="cpu")
 
@@ -103,7 +106,8 @@ def run_prefill(cell: Cell, arch: str) -> None:
         data = Fp8Batch(**sizes)
         out_dtype = NARROW_OUTS.get(cell.out, torch.bfloat16)
         problem = data.in_fp8(size, mask, out_dtype, score=score, sinks=sinks, lse=data.ragged_lse())
-        data.check_fp8(in_schedules(served(cell, problem, arch), arch), mask, score=score, sinks=sinks)
+        out = in_schedules(served(cell, problem, arch), arch)
+        data.check_fp8(out, mask, score=score, sinks=sinks, whole_error=ROUNDING_OF_FEW_ROWS)
         return
     data = Batch(dtype=DTYPES[dtype], **sizes)
     if kv_type is KvType.E4M3:
@@ -151,8 +155,7 @@ def run_nvfp4(cell: Cell, arch: str) -> None:
 
 def run_decode(cell: Cell, arch: str) -> None:
     dtype, kv_type = cell.types
-    # On Blackwell the kernels of sm_120 serve more rows than tcgen05 does.
-    group = 4 if arch == ARCH else 10 if kv_type is KvType.NVFP4 else 66
+    group = 4 if arch == ARCH else 66  # tcgen05 serves up to 64 rows there
     rows = Sm120DecodeConfig.rows_for(group, 64, kv_type)
     config = Sm120DecodeConfig(arch, dtype, cell.out or dtype, 64, 64, cell.mask, *cell.pages, kv_type, rows)
     case = decode_cases.Case([1, 1], [config.leaf_tokens + 65, 3], group)
@@ -165,8 +168,7 @@ def run_decode(cell: Cell, arch: str) -> None:
 
 def run_mla(cell: Cell, arch: str) -> None:
     size, (dtype, kv_type) = PAGE_SIZES[cell.pages] or 0, cell.types
-    heads = 5 if arch == ARCH else 20  # Blackwell has a kernel of its own for up to 16 rows
-    kind, options = MlaBatch, dict(heads=heads, dtype=DTYPES[dtype], device="cpu")
+    kind, options = MlaBatch, dict(heads=5, dtype=DTYPES[dtype], device="cpu")
     if kv_type is KvType.FP8_DS_MLA:
         kind = PackedBatch
     elif kv_type is KvType.E4M3:
@@ -252,7 +254,7 @@ def test_every_cell(cell: Cell) -> None:
 
 # Blackwell runs these kernels for problems without kernels of its own, with more stages and tree levels in shared
 # memory. Masks and pages share their code, so each kind of operands runs with one of each.
-_PREFILL, _DECODE, _MLA = Family.PREFILL, Family.DECODE, Family.MLA
+_PREFILL, _DECODE = Family.PREFILL, Family.DECODE
 BLACKWELL_CELLS = [
     Cell(_PREFILL, BF16, MaskKind.CAUSAL, CONTIGUOUS, score=ScoreKind.CAPPED_ALIBI),
     Cell(_PREFILL, BYTES, MaskKind.CAUSAL, PAGES16, "e4m3"),
@@ -264,10 +266,17 @@ BLACKWELL_CELLS = [
     Cell(_DECODE, ("bf16", KvType.E4M3), MaskKind.SLIDING_WINDOW, PAGES16, "e4m3"),
     Cell(_DECODE, ("bf16", KvType.INT8), MaskKind.DRAFT, PAGES64),
     Cell(_DECODE, ("bf16", KvType.NVFP4), MaskKind.FULL, ROWS),
-    Cell(_MLA, BF16, MaskKind.CAUSAL, PAGES64),
-    Cell(_MLA, ("bf16", KvType.E4M3), MaskKind.CAUSAL, ROWS),
-    Cell(_MLA, ("bf16", KvType.FP8_DS_MLA), MaskKind.CAUSAL, TOPK),
 ]
+
+
+def test_blackwell_takes_kernels_of_these_families() -> None:
+    def kinds(family: Family, arch: str) -> set[type]:
+        return {made.config for made in registry.IMPLEMENTATIONS[family, arch]}
+
+    families = {cell.family for cell in every_cell()}
+    assert {cell.family for cell in BLACKWELL_CELLS} == {
+        family for family in families if kinds(family, ARCH) & kinds(family, "sm_100a")
+    }
 
 
 @pytest.mark.emulator
@@ -298,17 +307,12 @@ def test_wide_decode_on_blackwell(dim: int, mask: MaskKind, rows: int) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(("family", "arch"), [(Family.DECODE, "sm_103a"), (Family.MLA, "sm_100a")])
-def test_blackwell_gives_the_bits_of_sm120(family: Family, arch: str) -> None:
-    if family is Family.MLA:
-        sizes = dict(heads=20, head_dim=320, v_head_dim=256)  # with four stages instead of two
-        problem = MlaBatch([1, 1], [700, 70], device="cpu", **sizes).decode(64)
-    else:
-        # More rows than tcgen05 serves.
-        problem = DecodeBatch([1, 1], [700, 70], heads=72, kv_heads=1, head_dim=128, device="cpu").decode(16)
+def test_blackwell_gives_the_bits_of_sm120() -> None:
+    """Decode has more rows than tcgen05 serves."""
+    problem = DecodeBatch([1, 1], [700, 70], heads=72, kv_heads=1, head_dim=128, device="cpu").decode(16)
     outs = []
-    for each in (ARCH, arch):
-        with emulator.use(each):
-            assert isinstance(registry.resolve(problem, each), Sm120DecodeConfig | Sm120MlaConfig)
+    for arch in (ARCH, "sm_103a"):
+        with emulator.use(arch):
+            assert isinstance(registry.resolve(problem, arch), Sm120DecodeConfig)
             outs.append(execute(problem).clone())
     assert torch.equal(*outs)
