@@ -189,8 +189,8 @@ def _reason_of_pairs(fault: Fault, kernel: Kernel) -> str:
 
 
 def _tells_of_q(kernel: Kernel, pc: int) -> bool:
-    """Whether the barrier of a signal is one of Q, whose ring has one stage: no instruction right before computes its
-    address, as an addition does for stages of K and V."""
+    """Whether the barrier of a signal is one of Q. Its ring has one stage, so its address is fixed. An addition right
+    before computes the ones of K and V."""
     near = kernel.instrs[max(pc - 12, 0) : pc + 1]
     found = [re.search(r"(?:mapa\S* %?\w+, |try_wait\S* %?\w+, \[)(%r\d+)", i.text) for i in near]
     address = next((match[1] for match in reversed(found) if match), "")
