@@ -64,15 +64,15 @@ softmax and of rescales of O are estimates, checked against the compiled kernels
 
 _ASSUMPTIONS = """## Assumptions
 
-* A step takes as long as the busiest unit, or the chain of one query tile: its products, its softmax, and what passes
-  between the warps. While that chain limits, both softmax warps of a sub-partition run at once for a part of the time;
-  that they then slow each other down is left out.
-* How long a softmax takes is read from machine code: one warp issues in order, not before the stall counts and
-  scoreboards that ptxas has written allow it. That layout is not documented; durations behind scoreboards are
-  assumptions of the table of rates. Waits succeed at once.
-* MMA, MUFU, FMA, conversions and bytes are counted in PTX, ALU and issue slots in machine code: only there it shows
-  which maxima take three operands, which moves are left, and what the uniform datapath does (its instructions take an
-  issue slot here as well).
+* A step takes as long as the busiest unit, or the chain of one query tile: its products, its softmax, and the messages
+  between the warps. While that chain limits, both softmax warps of a sub-partition run at once for a part of the time.
+  They then slow each other down, which the model leaves out.
+* The time of a softmax comes from machine code: one warp issues in order, as soon as the stall counts and scoreboards
+  of ptxas allow it. That layout is not documented; durations behind scoreboards are assumptions of the table of rates.
+  Waits succeed at once.
+* MMA, MUFU, FMA, conversions and bytes are counted in PTX, ALU and issue slots in machine code. Machine code alone
+  shows which maxima take three operands, which moves are left, and the work of the uniform datapath. Its instructions
+  take an issue slot here as well.
 * An operand of tcgen05.mma is read from shared memory once for each instruction, and an operand in tensor memory costs
   nothing. TMA and warps write through the same port. All of them together reach 0.82 of its 128 bytes a cycle.
 * K and V come from L2: heads of a group and query tiles of a request run side by side and read the same tiles.

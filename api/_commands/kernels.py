@@ -36,8 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--prefill-types",
         nargs="+",
         choices=support.PREFILL_TYPES,
-        help="what prefill multiplies: 16bit, with all of decode, and MLA of 16-bit queries; fp8_kv, such queries over "
-        "e4m3 caches; fp8, e4m3 queries and caches, with MLA of these (default: 16bit)",
+        help="operands of prefill. 16bit: 16-bit queries and caches, with all of decode and MLA of 16-bit queries. "
+        "fp8_kv: 16-bit queries over e4m3 caches. fp8: e4m3 queries and caches, with MLA of these. (default: 16bit)",
     )
     parser.add_argument("--match", type=_pattern, help="regular expression over kernel names")
     parser.add_argument("--model", metavar="CONFIG", help="config.json of a model: only the kernels of its calls")

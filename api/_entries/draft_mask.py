@@ -78,4 +78,4 @@ def _rules(parents: torch.Tensor, visible: torch.Tensor) -> Iterator[Rule]:
     text = f"less than {q_len}, the number of new tokens, or negative for a root"
     yield Rule("parents", parents, parents >= q_len, lambda index: text)
     is_cycle = (visible & visible.mT & (own != own[:, None])).any(-1) | (parents == own)
-    yield Rule("parents", parents, is_cycle, lambda index: "a token that is no descendant of this one")
+    yield Rule("parents", parents, is_cycle, lambda index: "a token that does not descend from this one")

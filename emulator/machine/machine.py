@@ -353,7 +353,7 @@ class Machine:
                 continue
             if ran:
                 if self.state.instructions - last_progress > PATIENCE:
-                    raise Deadlock("warps poll memory that nobody changes\n" + deadlock.dump(self))
+                    raise Deadlock("warps poll memory that no warp changes\n" + deadlock.dump(self))
                 if self.rng.random() < 0.05:
                     self.priorities.clear()  # or long-polling warps would stay behind warps that poll now
                 continue

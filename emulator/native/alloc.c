@@ -48,7 +48,7 @@ static u32 special_value(const machine *M, const cta *c, const warp *w, const sp
 
 static void *take(size_t n, size_t size) { return calloc(n ? n : 1, size); }
 
-/* What a machine needs besides the structures that Python made. */
+/* Structures of a machine besides the ones that Python makes. */
 EXPORT void core_machine_open(machine *M, i32 n_clusters) {
   M->scratch = take(SCRATCHES, sizeof *M->scratch);
   world_new(M, n_clusters);

@@ -1,6 +1,6 @@
-/* Floating-point arithmetic. Default forms are plain IEEE operations; forms with .ftz, .sat or a directed rounding go
- * through the *_any functions, whose imm says which (see enum). Contraction is off, so a product and a sum stay two
- * roundings unless the instruction is fma. */
+/* Floating-point arithmetic. Default forms are plain IEEE operations. Forms with .ftz, .sat or a directed rounding go
+ * through the *_any functions, whose imm names the form (see enum). Contraction is off, so a product and a sum stay
+ * two roundings unless the instruction is fma. */
 #include <fenv.h>
 #include "interpolator.h"
 
@@ -80,9 +80,9 @@ PAIR32(mul_ftz_f32x2, flush(flush(a) * flush(b)))
 PAIR32_FMA(fma_f32x2, __builtin_fmaf(a, b, c))
 PAIR32_FMA(fma_ftz_f32x2, flush(__builtin_fmaf(flush(a), flush(b), flush(c))))
 
-/* Half precision. Sums and products of two f16 or bf16 values are exact in f64 or far from a rounding boundary of the
- * 16-bit format, so one rounding from f64 gives the correctly rounded result. A product can sit exactly on a boundary, so
- * fma rounds its sum to odd first, which a second rounding to nearest cannot spoil. */
+/* Half precision. Sums and products of two f16 or bf16 values are exact in f64, or far from a rounding boundary of the
+ * 16-bit format. So one rounding from f64 gives the correctly rounded result. A product can sit exactly on a boundary.
+ * fma therefore rounds its sum to odd first, which a second rounding to nearest cannot spoil. */
 static inline f64 sum_to_odd(f64 a, f64 b) {
   f64 s = a + b, t = s - a, e = (a - (s - t)) + (b - t);
   return e != 0 && e == e && !isinf(s) && !(bits_of64(s) & 1) ? nextafter(s, e > 0 ? INFINITY : -INFINITY) : s;
@@ -158,7 +158,7 @@ BINARY(div_approx_f32, f32, f32, f32, div_approx(a, b))
 BINARY(div_full_f32, f32, f32, f32, div_full(a, b))
 BINARY(div_approx_ftz_f32, f32, f32, f32, flush(div_approx(flush(a), flush(b))))
 BINARY(div_full_ftz_f32, f32, f32, f32, flush(div_full(flush(a), flush(b))))
-/* Of the others nothing is known: the model is the correctly rounded value. README.md says how far off the hardware is. */
+/* Nothing is known of the others: the model is the correctly rounded value. README.md has the hardware's distance. */
 UNARY(rcp_f64, f64, f64, 1.0 / a)
 UNARY(rsqrt_f64, f64, f64, 1.0 / sqrt(a))
 UNARY(sqrt_f64, f64, f64, sqrt(a))

@@ -1,7 +1,7 @@
 /* State of the emulated machine and the interface between the native core and Python.
  *
- * The structures below are mirrored field by field in layout.py; core_layout() lets Python compare sizes and
- * offsets when the library is loaded, so that the two cannot drift apart silently. */
+ * layout.py mirrors the structures below field by field. Python compares sizes and offsets by core_layout() when it
+ * loads the library, so the two cannot drift apart silently. */
 #ifndef HOPWELL_CORE_H
 #define HOPWELL_CORE_H
 
@@ -26,14 +26,14 @@ typedef double f64;
 #define EXPORT __attribute__((visibility("default")))
 #define LOOP _Pragma("GCC ivdep") for (int l = 0; l < LANES; l++)
 
-/* Shared-memory addresses are 32 bits: CTA rank in the cluster << 24 | offset in that CTA. The first KiB of shared memory
- * belongs to the system on sm_90 and later (CUDA programming guide, "reserved shared memory per block"), so user
- * allocations start at 1024. Generic addresses mark their window in bits 56..58. */
+/* Shared-memory addresses are 32 bits: CTA rank in the cluster << 24 | offset in that CTA. On sm_90 and later the
+ * first KiB belongs to the system (CUDA programming guide, "reserved shared memory per block"). User allocations
+ * therefore start at 1024. Generic addresses mark their window in bits 56..58. */
 enum { SMEM_BASE = 1024, RANK_SHIFT = 24, OFFSET_MASK = 0xffffff, MAX_RANKS = 16 };
 enum { SPACE_GENERIC, SPACE_GLOBAL, SPACE_SHARED, SPACE_LOCAL, SPACE_PARAM };
 #define WINDOW_SHIFT 56
 
-/* What the run loop does with an instruction. */
+/* Actions of the run loop for an instruction. */
 enum { KIND_LANE, KIND_BRANCH, KIND_EXIT, KIND_SYSTEM, KIND_PYTHON, KIND_NOP };
 
 /* Kinds of operand rows, for masked writes and register checks. A row starts at a multiple of 64 bytes. */
@@ -84,7 +84,7 @@ typedef struct warp {
   u32 *written;    /* strict mode: lanes written, per register slot (row offset / 64) */
   u8 *busy;        /* per slot: BUSY_* while an asynchronous operation owns the register */
   u8 *touched;     /* per slot: TOUCHED_* by ordinary instructions since the last wgmma.fence */
-  u32 *origin;     /* per slot: the slot it is a copy of, plus one; 0 when it is no copy */
+  u32 *origin;     /* per slot: the slot that it copies, plus one; 0 if it copies none */
   u8 *local;       /* local memory, lane-major */
   struct cta *cta;
   i32 *vc;         /* vector clock of WARP_PARTS parts */
@@ -286,9 +286,10 @@ enum {
   TOUCH_LANE = 8,  /* tensor memory: an operation of one thread, not of a warp */
   TOUCH_STRONG = 16 /* atomic, or a volatile, relaxed, acquire or release access: no race with another one */
 };
-/* Parts of a vector clock, of cap entries each: what has happened before; what of it a fence.proxy.async covers; what of it
- * tcgen05.fence::before_thread_sync covers. Barriers hand on these three. A warp also keeps the operations on tensor memory
- * that its own later ones are ordered behind, those that the whole warp issues and those that one lane issues. */
+/* Parts of a vector clock, of cap entries each: what has happened before; what of it a fence.proxy.async covers; what
+ * of it tcgen05.fence::before_thread_sync covers. Barriers hand on these three. A warp also keeps the operations on
+ * tensor memory that are ordered before its own later ones. The whole warp issues some of them, and one lane the
+ * others. */
 enum { CLOCK_KNOWN, CLOCK_PROXY, CLOCK_SENT, SHARED_PARTS, CLOCK_WARP = SHARED_PARTS, CLOCK_LANE, WARP_PARTS };
 void clock_join(i32 *into, const i32 *from, int n);
 void clock_release(machine *M, warp *w, i32 *into);

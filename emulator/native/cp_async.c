@@ -8,8 +8,8 @@ typedef struct copy_job {
 
 enum { READ_ALL, READ_COUNT, READ_UNLESS };
 
-/* The jobs of one instruction, or -1. lists: destination and source (row, offset, wide), then what decides how much is
- * read: READ_*, the row of a count or the number of a predicate, whether that is negated. */
+/* The jobs of one instruction, or -1. lists: destination and source (row, offset, wide), then the kind of the read
+ * count (READ_*). The row of a count or the number of a predicate follows, and whether that is negated. */
 EXPORT i32 core_copy_jobs(machine *M, warp *w, i32 pc, u32 m, copy_job *out) {
   const insn *i = M->insns + pc;
   const address_operand *to = (const address_operand *)(M->lists + i->list), *from = to + 1;

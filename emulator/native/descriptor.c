@@ -1,9 +1,12 @@
 /* Shared-memory matrix descriptors of wgmma and tcgen05 -> numbers of the 16-byte chunks that hold the operand.
  *
- * Fields (PTX ISA, "matrix descriptor format" of wgmma and of tcgen05; CUTLASS mma_sm90_desc.hpp, mma_sm100_desc.hpp), in
- * units of 16 bytes: start [13:0], leading byte offset LBO [29:16], stride byte offset SBO [45:32], base offset [51:49],
- * swizzle in [63:62] (Hopper: 1, 2, 3 = 128, 64, 32 bytes) or [63:61] (Blackwell: 2, 4, 6). Blackwell: 1 in [48:46]; bit 52
- * says that LBO is the address at which rows of 48 bytes go on behind the end of their 128 bytes.
+ * Fields are in units of 16 bytes. See PTX ISA, "matrix descriptor format" of wgmma and of tcgen05, and CUTLASS
+ * mma_sm90_desc.hpp and mma_sm100_desc.hpp.
+ *     [13:0]   start                            [29:16]  leading byte offset LBO
+ *     [45:32]  stride byte offset SBO           [51:49]  base offset
+ *     [63:62]  swizzle on Hopper: 1, 2, 3 = 128, 64, 32 bytes
+ *     [63:61]  swizzle on Blackwell: 2, 4, 6    [48:46]  1 on Blackwell
+ * Bit 52 of Blackwell: LBO is the address at which rows of 48 bytes go on behind the end of their 128 bytes.
  *
  * With T elements per chunk and a swizzle atom W chunks wide (1, 2, 4 or 8), the canonical layouts of CUTLASS's
  * mma_traits_sm90_gmma.hpp are
@@ -11,8 +14,8 @@
  *     K-major   row r, chunk c    (r % 8) W + (r / 8) SBO + c                       no swizzle: c LBO instead of c
  *     MN-major  chunk c, k        c % W + (c / W) LBO + (k % 8) W + (k / 8) SBO     no swizzle: c SBO + k % 8 + (k / 8) LBO
  *
- * The XOR swizzle acts on absolute address bits, so a start address inside an atom (the K advance of 32 bytes that every
- * kernel uses) works as on hardware. */
+ * The XOR swizzle acts on absolute address bits. So a start address inside an atom works as on hardware. Every kernel
+ * advances K by 32 bytes in this way. */
 #include "tensor.h"
 
 static int swizzle_width(u64 descriptor, int blackwell) {

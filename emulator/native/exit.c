@@ -1,8 +1,8 @@
-/* What other CTAs of a cluster send to a CTA: arrivals at its mbarriers, accesses to its shared memory, products of a pair.
+/* Messages between CTAs of a cluster: arrivals at mbarriers, accesses to shared memory, products of a pair.
  *
- * PTX ISA, "tcgen05 issue granularity": the peer CTA of a product must not have exited; "ld", "mbarrier.arrive" and
- * "cp.async.bulk" on shared::cluster memory: the CTA must be running. A CTA knows that something has arrived if one of its
- * warps has learned it through barriers. */
+ * PTX ISA, "tcgen05 issue granularity": the peer CTA of a product must not have exited. For "ld", "mbarrier.arrive"
+ * and "cp.async.bulk" on shared::cluster memory, the CTA must be running. A CTA knows that something has arrived if
+ * one of its warps has learned it through barriers. */
 #include <stdlib.h>
 
 #include "core.h"

@@ -1,7 +1,8 @@
 /* Races over global memory. Memory that a launch never writes needs no bookkeeping, so a region gets its shadow at its
- * first store; reads before that are not remembered. Clocks of one cluster mean nothing in another, so a warp keeps, per
- * other cluster, the clock it learned through synchronising accesses (atomics and volatile, relaxed, acquire or release
- * loads and stores; weaker ones count together with a fence, as in the PTX memory consistency model). */
+ * first store. Reads before that are not remembered. Clocks of one cluster mean nothing in another. So a warp keeps,
+ * per other cluster, the clock that it learned through synchronising accesses. These are atomics and volatile,
+ * relaxed, acquire or release loads and stores. Weaker ones count together with a fence, as in the PTX memory
+ * consistency model. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,7 +16,7 @@ typedef struct global_shadow {
   global_cell *writes, *reads;
 } global_shadow;
 
-/* What one synchronisation variable carries: a clock per cluster that released to it. */
+/* The state of a synchronisation variable: a clock per cluster that released to it. */
 typedef struct sync_variable {
   u64 address;
   i32 **clocks;
@@ -26,9 +27,9 @@ typedef struct world {
   sync_variable *variables;
 } world;
 
-enum { UNFENCED = 64 }; /* reads; those of before are forgotten */
-/* Per warp: clocks learned of other clusters, those that only ``lanes`` have learned since the lanes of the warp last
- * synchronised, the snapshot taken by the last fence, and reads that wait for a fence. */
+enum { UNFENCED = 64 }; /* reads; earlier ones are forgotten */
+/* Per warp: clocks learned of other clusters, and the snapshot taken by the last fence. Also the clocks that only
+ * ``lanes`` have learned since the lanes of the warp last synchronised, and reads that wait for a fence. */
 typedef struct horizon {
   i32 **known, **fresh, **fenced;
   u32 lanes;
@@ -90,7 +91,7 @@ static sync_variable *variable_at(machine *M, u64 address) {
   return new_variable(M, address);
 }
 
-/* What some lanes acquire is known to the others from the next bar.warp.sync or wider barrier on. */
+/* Some lanes acquire a clock: the other lanes know it from the next bar.warp.sync or wider barrier on. */
 static void acquire_from(machine *M, warp *w, sync_variable *v, u32 lanes) {
   horizon *h = horizon_of(M, w);
   i32 own = w->cta->cluster->index;
@@ -108,7 +109,7 @@ void horizon_sync(machine *M, warp *w) {
   for (i32 c = 0; c < M->world->n_clusters; c++) learn(M, h->known, c, h->fresh[c]);
   h->lanes = 0;
 }
-/* What these lanes know of another cluster. */
+/* The clock of another cluster that these lanes know. */
 static void learn_from(machine *M, i32 **into, i32 c, const horizon *h, u32 lanes) {
   learn(M, into, c, h->known[c]);
   if (h->lanes & lanes) learn(M, into, c, h->fresh[c]);
@@ -149,8 +150,8 @@ void shared_order(machine *M, warp *w, const cta *c, u32 offset, int lane, const
   if (i->aux & AUX_STRONG) global_order(M, w, address, lane, i);
 }
 
-/* What a warp has learned of other clusters goes on to those that wait for it at a barrier. Early arrivals of the next
- * generation are heard as well: a race may hide behind them, none is made up. */
+/* Hand on the clocks of other clusters to the warps that wait for this one at a barrier. Early arrivals of the next
+ * phase are heard as well: a race may hide behind them, none is made up. */
 void horizon_publish(machine *M, warp *w, u32 *barrier, u32 lanes) {
   horizon *h = w->horizon;
   if (!h) return;

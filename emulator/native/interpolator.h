@@ -1,10 +1,10 @@
 /* The function unit of the GPU, bit by bit: ex2, lg2, rcp, rsqrt, sqrt and tanh.
  *
  * Oberman and Siu, "A High-Performance Area-Efficient Multifunction Interpolator" (ARITH-17, 2005): c0 + c1 x + c2 x^2
- * over 64 or 128 segments of the mantissa (tanh: 1 to 16 of a binade), with coefficients of 26, 16 and 10 bits (tanh:
- * c2 of 14) and a squarer that leaves out the low columns of its partial products. Sums are in units of 2^-40 here;
- * results are cut off, not rounded. The widths and the constants come from an H200's results, which this reproduces at
- * every bit pattern that was measured (README.md). */
+ * over 64 or 128 segments of the mantissa (tanh: 1 to 16 of a binade). The coefficients have 26, 16 and 10 bits (tanh:
+ * c2 of 14). The squarer leaves out the low columns of its partial products. Sums are in units of 2^-40 here; results
+ * are cut off, not rounded. The widths and the constants come from an H200's results, which this reproduces at every
+ * bit pattern that was measured (README.md). */
 #ifndef HOPWELL_INTERPOLATOR_H
 #define HOPWELL_INTERPOLATOR_H
 #include "numbers.h"
@@ -41,7 +41,7 @@ static inline i64 rcp_mantissa(u32 mantissa) {
   u32 x = mantissa & 0xffff;
   return (((i64)s->c0 << 14) - ((i64)s->c1 * x << 1) + (s->c2 * truncated_square(x, 16, 17) << 1) + 4046) >> 16;
 }
-/* 2^24 / sqrt of a value in [1, 4): bit 23 of `mantissa` says whether it is 2 or more. One is exact. */
+/* 2^24 / sqrt of a value in [1, 4): bit 23 of `mantissa` is 1 from 2 on. One is exact. */
 static inline i64 rsqrt_mantissa(u32 mantissa) {
   const segment *s = &rsqrt_segments[mantissa >> 17];
   u32 x = mantissa & 0x1ffff;

@@ -80,8 +80,8 @@ EXPORT int sys_ldmatrix(machine *M, warp *w, frag *f, const insn *i, u32 m) {
                              : *word16(row[8 * k + r], c) | (u32)*word16(row[8 * k + r], c + 1) << 16;
       }
   } else if (i->size == SHAPE_16X16_B8 || i->size == SHAPE_16X16_B4 || i->size == SHAPE_16X16_B6) {
-    /* .m16n16.trans: register h of a 16 x 16 byte matrix holds row 8h + l / 4 of the transpose, 4 bytes at 4 (l % 4);
-     * the second matrix of .x2 fills registers 2 and 3 (CUTLASS, copy_traits_sm100.hpp, SM100_U8x8_LDSM_T). */
+    /* .m16n16.trans: register h of a 16 x 16 byte matrix holds row 8h + l / 4 of the transpose, 4 bytes at 4 (l % 4).
+     * The second matrix of .x2 fills registers 2 and 3 (CUTLASS, copy_traits_sm100.hpp, SM100_U8x8_LDSM_T). */
     if (row_pointers(M, w, i, 16 * n, 16, 0, row)) return SYS_ERROR;
     int bits = element_bits(i->size);
     for (int k = 0; k < 2 * n; k++)

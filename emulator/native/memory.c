@@ -70,8 +70,8 @@ static int addresses(machine *M, warp *w, const insn *i, u32 m, u64 *out, int *s
   return 0;
 }
 
-/* Shared-memory wavefronts of one access: lanes go in groups that fill 128 bytes, and within a group every bank (4 bytes
- * wide, 32 of them) serves one word at a time; equal words are broadcast. CUDA programming guide, "shared memory". */
+/* Shared-memory wavefronts of one access: lanes go in groups that fill 128 bytes. Within a group each of the 32 banks,
+ * 4 bytes wide, serves one word at a time; equal words are broadcast. CUDA programming guide, "shared memory". */
 static void count_banks(machine *M, const insn *i, u32 m, const u64 *address, u32 bytes) {
   int group = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
   u64 passes = 0, ideal = 0;

@@ -1,7 +1,7 @@
 /* Number formats: scalar conversions shared by the per-lane instructions and the matrix engines.
  *
- * Encodings: f16/bf16 IEEE-style; e4m3 (no infinity, NaN 0x7f), e5m2, e2m1, e2m3, e3m2 and ue8m0 as in the OCP
- * microscaling formats specification v1.0; rounding and saturation as in the PTX ISA, section "cvt". */
+ * f16 and bf16 are encoded as in IEEE 754. e4m3 (no infinity, NaN 0x7f), e5m2, e2m1, e2m3, e3m2 and ue8m0 follow the
+ * OCP microscaling formats specification v1.0. Rounding and saturation follow the PTX ISA, section "cvt". */
 #ifndef HOPWELL_NUMBERS_H
 #define HOPWELL_NUMBERS_H
 #include <math.h>

@@ -1,14 +1,15 @@
 /* Matrix products with the rounding of the tensor cores.
  *
- * Model (Xie et al., "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores", arXiv:2511.10909; Khattak and
- * Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv:2512.07004): one instruction adds the accumulator and its k
- * products in one step. Exponents of products are sums of the factors' exponents, not normalised; every term is aligned
- * to the largest exponent and cut off after F fractional bits; the sum is exact and is cut off to the width of the result.
+ * Model: Xie et al., "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores", arXiv:2511.10909;
+ * Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores", arXiv:2512.07004. One instruction adds the
+ * accumulator and its k products in one step. Exponents of products are sums of the factors' exponents, not
+ * normalised. Every term is aligned to the largest exponent and cut off after F fractional bits. The sum is exact and
+ * is cut off to the width of the result.
  *     wgmma, tcgen05 and sm_120's mma.sync    F = 25, result f32
  *     wgmma with 8-bit floats                 F = 13, result cut to 13 mantissa bits
- * That 8-bit and block-scaled products of sm_120 keep all 25 bits is an assumption: no such GPU was at hand. Scales are
- * factors of A and B before the product, which is exact in f32.
- * Without the model, products are chains of fused multiply-adds in the order of k. */
+ * It is an assumption that 8-bit and block-scaled products of sm_120 keep all 25 bits: there was no such GPU to
+ * measure. Scales are factors of A and B before the product, which is exact in f32. Without the model, products are
+ * chains of fused multiply-adds in the order of k. */
 #include "tensor.h"
 
 static inline i32 exponent_of(f32 x, i32 least) {

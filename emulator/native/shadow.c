@@ -1,10 +1,10 @@
 /* Happens-before race detection over shared and tensor memory, independent of the schedule that was run.
  *
- * Every warp, every ordered asynchronous stream of a warp and every mbarrier is an agent with a logical clock. A vector
- * clock holds, per agent, the latest time known to have happened before; its other parts (CLOCK_*) hold what fences cover of
- * that. Each cell remembers its last write, the last read and the last atomic operation of every agent. An access conflicts
- * when an earlier access to the same bytes is not covered by the clock of the later one (after Flanagan and Freund,
- * "FastTrack", PLDI 2009). Strong accesses do not conflict with each other (PTX ISA, "data races"). */
+ * Every warp, every ordered asynchronous stream of a warp and every mbarrier is an agent with a logical clock. A
+ * vector clock holds, per agent, the latest time known to have happened before. Its other parts (CLOCK_*) hold what
+ * fences cover of that. Each cell remembers its last write, the last read and the last atomic operation of every
+ * agent. An access conflicts with an earlier one to the same bytes that its clock does not cover (after Flanagan and
+ * Freund, "FastTrack", PLDI 2009). Strong accesses do not conflict with each other (PTX ISA, "data races"). */
 #include "core.h"
 #include <stdlib.h>
 
@@ -42,10 +42,10 @@ void clock_release(machine *M, warp *w, i32 *into) {
 }
 void clock_tick(warp *w) { w->vc[w->agent]++, w->vc[w->solo]++; }
 
-/* What one lane releases does not cover what other lanes did since the last bar.warp.sync (or wider barrier): PTX orders
- * memory between lanes only there. A warp is two agents for that: lanes that act together, and a lane that acts alone, so
- * that an elected lane's release covers its own accesses whatever the others did. Collective instructions (ldmatrix,
- * wgmma) count as done by every lane. */
+/* The release of one lane does not cover accesses of other lanes since the last bar.warp.sync (or wider barrier). PTX
+ * orders memory between lanes only there. A warp is therefore two agents: lanes that act together, and a lane that
+ * acts alone. The release of an elected lane covers its own accesses, and no access of another lane. Collective
+ * instructions (ldmatrix, wgmma) count as done by every lane. */
 static void cut(const machine *M, i32 *vc, i32 agent, i32 synced) {
   vc[agent] = synced;
   if (vc[M->cap + agent] > synced) vc[M->cap + agent] = synced;
@@ -71,13 +71,13 @@ void clock_sync_lanes(machine *M, warp *w) {
 }
 void clock_acquire(machine *M, warp *w, const i32 *from) {
   clock_join(w->vc, from, SHARED_PARTS * M->cap);
-  /* What the warp's own lanes have released through this is ordered between them, too. */
+  /* Releases of the warp's own lanes through this are ordered between them, too. */
   if (from[w->agent] > w->synced) w->synced = from[w->agent];
   if (from[w->solo] > w->solo_synced) w->solo_synced = from[w->solo];
 }
 
-/* A relaxed arrival releases what the last fence before it covers, and the next fence acquires what a relaxed wait has
- * seen (PTX ISA, "memory consistency model: release and acquire patterns"). tcgen05.fence composes with both. */
+/* A relaxed arrival releases what the last fence before it covers. The next fence acquires what a relaxed wait has
+ * seen. See PTX ISA, "memory consistency model: release and acquire patterns". tcgen05.fence composes with both. */
 static void join_sent(machine *M, i32 *into, const i32 *from) {
   size_t sent = (size_t)CLOCK_SENT * (size_t)M->cap;
   clock_join(into + sent, from + sent, M->cap);
@@ -102,9 +102,10 @@ void clock_fence(machine *M, warp *w, u32 lanes, u32 order) {
   if (order & AUX_RELEASE) clock_release_lanes(M, w, clock_at(M, &w->fenced), lanes);
 }
 
-/* tcgen05.fence composes with every operation that orders threads (PTX ISA, "specialized inter-thread synchronization for
- * tcgen05 instructions"): what a thread has done to tensor memory before fence::before_thread_sync is ordered before its
- * later synchronisation, and what it does after fence::after_thread_sync behind its earlier one. */
+/* tcgen05.fence composes with every operation that orders threads (PTX ISA, "specialized inter-thread synchronization
+ * for tcgen05 instructions"). Accesses of a thread to tensor memory before fence::before_thread_sync are ordered
+ * before its later synchronisation. Accesses after fence::after_thread_sync are ordered behind its earlier
+ * synchronisation. */
 void tensor_fence_before(machine *M, warp *w) {
   clock_join(clock_part(M, w->vc, CLOCK_SENT), clock_part(M, w->vc, CLOCK_LANE), M->cap);
 }
@@ -113,8 +114,8 @@ void tensor_fence_after(machine *M, warp *w) {
   clock_join(clock_part(M, w->vc, CLOCK_LANE), clock_part(M, w->vc, CLOCK_SENT), M->cap);
 }
 
-/* aux: 0 before_thread_sync, 1 after_thread_sync. Each thread fences its own accesses, and tcgen05.ld and tcgen05.st are
- * accesses of all lanes: a fence of some lanes does not cover those of its warp. */
+/* aux: 0 before_thread_sync, 1 after_thread_sync. Each thread fences its own accesses, and all lanes execute
+ * tcgen05.ld and tcgen05.st. So a fence of some lanes does not cover the accesses of their warp. */
 EXPORT int sys_tensor_fence(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)f;
   if (!M->cap) return SYS_NEXT;

@@ -1,6 +1,6 @@
-/* Stands in for libcute_dsl_runtime.so: the entry points that a compiled CuTe DSL host function calls, forwarded to Python
- * or answered here. One copy is linked into every emulated module, so that emulated and real modules live side by side in
- * one process and neither sees the other's runtime. */
+/* Stands in for libcute_dsl_runtime.so: the entry points that a compiled CuTe DSL host function calls, forwarded to
+ * Python or answered here. Every emulated module links a copy. Emulated and real modules can therefore run in one
+ * process, and neither sees the other's runtime. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -77,7 +77,7 @@ EXPORT int cuda_dialect_init_library_once(void **slot, int (*load)(void **), int
 }
 EXPORT int cuda_dialect_unload_library_once(void **slot, int (*unload)(void **)) { (void)unload; *slot = NULL; return 0; }
 
-/* The Python exception behind a failed launch is kept by the host side and raised when the call returns; TVM-FFI still
+/* The host side keeps the Python exception of a failed launch, and raises it when the call returns. TVM-FFI still
  * needs an error object, or it reports a missing one. */
 extern void TVMFFIErrorSetRaisedFromCStr(const char *kind, const char *message) __attribute__((weak));
 static void raise_pending(void) {

@@ -21,9 +21,10 @@ static void clock_turn(machine *M, i32 *vc) {
   memset(vc, 0, bytes);
 }
 
-/* PTX ISA, "specialized inter-thread synchronization for tcgen05 instructions": the standard mechanisms of the memory model
- * apply to tcgen05 instructions too, so an arrival with release and a wait with acquire order completed accesses without
- * tcgen05.fence. NVIDIA's examples rely on that. Strict mode asks for the fences of the canonical patterns. */
+/* PTX ISA, "specialized inter-thread synchronization for tcgen05 instructions": the standard mechanisms of the memory
+ * model apply to tcgen05 instructions too. An arrival with release and a wait with acquire therefore order completed
+ * accesses without tcgen05.fence. NVIDIA's examples rely on that. Strict mode asks for the fences of the canonical
+ * patterns. */
 static void release_tensor(machine *M, warp *w, int is_relaxed) {
   if (!is_relaxed && !(M->flags & FLAG_STRICT)) tensor_fence_before(M, w);
 }
@@ -52,9 +53,9 @@ static void leave_barrier(machine *M, warp *w, named_barrier *b) {
   if (M->flags & FLAG_RACE) horizon_adopt(M, w, b->horizon);
 }
 
-/* bar.sync / bar.arrive / bar.red. o[1]: barrier number; o[2]: thread count or none; o[3]: predicate of red; o[0]:
- * destination of red; aux: 0 sync, 1 arrive, 2 red.popc, 3 red.and, 4 red.or; imm bit 0: negated predicate, bit 1:
- * aligned. */
+/* bar.sync / bar.arrive / bar.red.
+ *     o[0]  destination of red    o[1]  barrier number    o[2]  thread count or none    o[3]  predicate of red
+ *     aux   0 sync, 1 arrive, 2 red.popc, 3 red.and, 4 red.or    imm   bit 0: negated predicate, bit 1: aligned */
 static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
   if (i->aux < 2) return;
   if (i->aux == 2) {
@@ -109,8 +110,8 @@ EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     b->reduce_or |= p != 0;
   }
   b->arrived += LANES;
-  /* No program counts one warp twice, but a warp that skips a wait of its own does so: its second arrival stands in for
-   * somebody else's. */
+  /* No program counts one warp twice, but a warp that skips a wait of its own does. Its second arrival takes the place
+   * of another warp's. */
   if (M->flags & FLAG_RACE && b->warps >> w->id & 1)
     hazard_report(M, (hazard){.kind = HAZARD_BARRIER, .pc = (i32)(i - M->insns), .other_pc = -1, .agent = w->agent,
                               .rank = (i32)c->rank, .cluster = c->cluster->index, .cell = id});
@@ -190,8 +191,8 @@ EXPORT int sys_cluster_wait(machine *M, warp *w, frag *f, const insn *i, u32 m) 
 }
 
 /* ------------------------------------------------------------------ mbarriers */
-/* Phase rule (PTX ISA, "mbarrier: phase of the mbarrier object"): a phase completes when both the pending arrivals and
- * the pending transaction count are zero; the arrival count then starts again. */
+/* Phase rule (PTX ISA, "mbarrier: phase of the mbarrier object"): a phase completes when the pending arrivals and the
+ * pending transaction count are both zero. The arrival count then starts again. */
 void mbar_complete(machine *M, cta *c, mbarrier *b) {
   (void)c;
   if (b->pending || b->tx) return;
@@ -397,8 +398,8 @@ EXPORT int sys_fence(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   return SYS_NEXT;
 }
 
-/* fence.proxy.async orders generic accesses that happen before it with later accesses of the async proxy (PTX ISA,
- * "memory consistency model: proxies"): remember the clock up to which this warp's knowledge is fenced. */
+/* fence.proxy.async orders earlier generic accesses with later accesses of the async proxy (PTX ISA, "memory
+ * consistency model: proxies"). Remember the clock up to which this warp's knowledge is fenced. */
 EXPORT int sys_fence_proxy(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)f, (void)i, (void)m;
   if (TRACKED(M)) {

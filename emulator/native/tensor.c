@@ -16,9 +16,9 @@ static inline f32 decode8(u8 x, int format) {
   }
 }
 
-/* n elements from bytes. Sub-byte formats: PACK_TIGHT is two 4-bit elements to a byte; PACK_BYTE one element in the low bits
- * of a byte; PACK_CHUNK sixteen elements in the first 8 (4-bit) or 12 (6-bit) bytes of a 16-byte chunk, which is what TMA's
- * ALIGN16B types write and tcgen05's kind::f8f6f4 reads. */
+/* n elements from bytes. Sub-byte formats: PACK_TIGHT is two 4-bit elements to a byte, PACK_BYTE one element in the
+ * low bits of a byte. PACK_CHUNK is sixteen elements in the first 8 (4-bit) or 12 (6-bit) bytes of a 16-byte chunk.
+ * TMA's ALIGN16B types write this form, and tcgen05's kind::f8f6f4 reads it. */
 static void decode_run(const u8 *src, int n, int format, int loose, f32 *out) {
   if (loose == PACK_CHUNK && (format == FMT_E2M1 || format == FMT_E2M3 || format == FMT_E3M2)) {
     int bits = format == FMT_E2M1 ? 4 : 6;
@@ -105,9 +105,10 @@ EXPORT void core_gemm(f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k,
 }
 
 /* ------------------------------------------------------------------ register fragments of a 16 x n tile
- * Accumulators (PTX ISA, "matrix fragments for wgmma.mma_async.m64nNk16", and mma.m16n8): register 4j + 2h + c of lane
- * 4g + t holds row 8h + g, column 8j + 2t + c. A operand: register 4q + 2s + h holds row 8h + g and the 4 bytes at
- * 32q + 16s + 4t of the row, so one warp's registers are 16 rows of k bytes. */
+ *
+ * PTX ISA, "matrix fragments for wgmma.mma_async.m64nNk16", and mma.m16n8. Accumulators: register 4j + 2h + c of lane
+ * 4g + t holds row 8h + g, column 8j + 2t + c. A operand: register 4q + 2s + h holds row 8h + g and the 4 bytes at 32q
+ * + 16s + 4t of the row. So one warp's registers are 16 rows of k bytes. */
 EXPORT void core_load_accumulators(const u8 *file, const u32 *rows, i32 n, f32 *acc, i32 stride) {
   for (int j = 0; j < n / 8; j++)
     for (int h = 0; h < 2; h++) {
@@ -160,9 +161,9 @@ EXPORT void core_load_a(const u8 *file, const u32 *rows, i32 n_regs, i32 format,
   for (int r = 0; r < 16; r++) decode_run(raw + r * row_bytes, elements(row_bytes, format, 0), format, 0, out + (size_t)r * stride);
 }
 
-/* An 8-bit float product of an architecture without the instruction, as ptxas 13 writes it for sm_90a and sm_100a: the
- * operands become f16, an instruction multiplies the lower halves of all registers and the next one the upper halves,
- * from zero, and the sum is added to the accumulator in f32. */
+/* An 8-bit float product of an architecture without the instruction, as ptxas 13 writes it for sm_90a and sm_100a. The
+ * operands become f16. One instruction multiplies the lower halves of all registers and the next one the upper halves,
+ * from zero. The sum is added to the accumulator in f32. */
 static void product_in_halves(machine *M, f32 *acc, const f32 *a, const f32 *bt, int k) {
   f32 sum[16 * 8] = {0}, left[16 * 16], right[16 * 8];
   for (int first = 0; first < 4; first += 2) {
@@ -177,9 +178,10 @@ static void product_in_halves(machine *M, f32 *acc, const f32 *a, const f32 *bt,
 }
 
 /* ------------------------------------------------------------------ mma.sync m16n8k*
- * lists: d, a, b, c rows; o[0]: a registers | b registers << 8 | d registers << 16; o[1]: formats of a, b, c/d (8 bits each);
- * imm: k; aux: 1 for a product in halves. Block scaled: o[2] scale row of a, o[3] of b, o[4]: scales per row | scale format << 8; the list goes on with the
- * 16-bit rows of byte id and thread id of a, then of b. */
+ *     lists  d, a, b, c rows    imm  k    aux  1 for a product in halves
+ *     o[0]   a registers | b registers << 8 | d registers << 16    o[1]  formats of a, b, c/d (8 bits each)
+ *     block scaled: o[2]  scale row of a    o[3]  scale row of b    o[4]  scales per row | scale format << 8
+ * The list of a block-scaled product goes on with the 16-bit rows of byte id and thread id of a, then of b. */
 EXPORT int sys_mma(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)m;
   if (w->live & ~f->mask) { f->wait = WAIT_CONVERGE; f->want = FULL; return SYS_BLOCK; }

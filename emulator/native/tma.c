@@ -52,8 +52,8 @@ EXPORT i64 core_tma_bytes(const tensor_map *t) {
   return row * rows_of(t);
 }
 
-/* Bytes that a load of n bytes of shared memory counts on its mbarrier: the packed size of expanded types (what shipped
- * CUTLASS kernels with ALIGN16B operands announce). */
+/* Bytes that a load of n bytes of shared memory counts on its mbarrier: the packed size of expanded types. Shipped
+ * CUTLASS kernels with ALIGN16B operands announce this size. */
 EXPORT i64 core_tma_transaction(const tensor_map *t, i64 n) { return t->expand ? n / 16 * t->expand : n; }
 
 static int illegal(machine *M, warp *w, i32 pc, u64 address, u64 n) { return fail(M, w, M->insns + pc, ERR_GLOBAL, -1, address, n); }
@@ -115,8 +115,9 @@ EXPORT int core_tma_scatter(machine *M, warp *w, i32 pc, const tensor_map *t, co
   return 0;
 }
 
-/* Swizzle: within its atom a 16-byte chunk's number is XORed with the number of its 128-byte line; the XOR acts on absolute
- * shared-memory address bits, so a box that starts inside an atom lands where the matrix descriptors look for it. */
+/* Swizzle: within its atom a 16-byte chunk's number is XORed with the number of its 128-byte line. The XOR acts on
+ * absolute shared-memory address bits. So a box that starts inside an atom lands where the matrix descriptors look for
+ * it. */
 static inline u32 chunk_of(u32 k, u32 swizzle) { return k ^ (k >> 3 & swizzle); }
 
 /* PTX ISA, "cp.async.bulk.tensor": the shared-memory side is 128-byte aligned; a plain bulk copy needs 16 bytes. */

@@ -171,8 +171,8 @@ EXPORT int sys_clock(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   return SYS_NEXT;
 }
 
-/* mapa: the address of the same offset in another CTA of the cluster. A rank that the cluster does not have is no fault
- * until the address is used: kernels map one rank per lane. size: address bytes. */
+/* mapa: the address of the same offset in another CTA of the cluster. A rank outside the cluster is a fault only when
+ * the address is used: kernels map one rank per lane. size: address bytes. */
 EXPORT int sys_mapa(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)M, (void)f;
   const u32 *rank = WROW(u32, i->o[2]);

@@ -1,9 +1,9 @@
 /* wgmma: asynchronous matrix products of a warpgroup.
  *
- * The instruction is collective: its n-th instance can take effect only when all four warps of the warpgroup have issued
- * theirs, so wgmma.wait_group also orders the four warps among each other. (Treating the warps as independent would report a
- * race in kernels that stage their output over an operand, which hardware cannot have.) Operations take effect when their
- * group is committed or, in schedules that defer, when they are waited for. */
+ * The instruction is collective: its n-th instance can take effect only when all four warps of the warpgroup have
+ * issued their own. So wgmma.wait_group also orders the four warps among each other. (Treating the warps as
+ * independent would report a race in kernels that stage their output over an operand, which hardware cannot have.)
+ * Operations take effect when their group is committed or, in schedules that defer, when they are waited for. */
 #include <stdlib.h>
 
 #include "tensor.h"
@@ -97,8 +97,9 @@ static int check_issue(machine *M, warp *w, struct warpgroup *g, issue *s) {
   return 0;
 }
 
-/* lists: operation; o[1], o[2]: descriptor rows of a and b; o[3]: predicate of scale-d or none; imm: its constant value, or
- * 2 when the predicate is negated. */
+/* Fields of the instruction:
+ *     lists  operation                       o[1], o[2]  descriptor rows of a and b
+ *     o[3]   predicate of scale-d or none    imm         its constant value, or 2 when the predicate is negated */
 EXPORT int sys_wgmma(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   if (w->live & ~f->mask) { f->wait = WAIT_CONVERGE; f->want = FULL; return SYS_BLOCK; }
   struct warpgroup *g = group_of(w);

@@ -172,7 +172,7 @@ def compare(folder: Path, only: str = "", say: Say = print) -> dict[str, list[di
     about = json.loads(str(recording["recording"]))
     kernels = kernels_of("cpu")
     if about.get("kernels") != kernels:
-        raise HostError(f"the recording has other kernels than those of {kernels}: record it again")
+        raise HostError(f"the recording is not of the kernels of {kernels}: record it again")
     say(f"recorded on: {about['device']}")
     distances: dict[str, list[dict[str, Distance]]] = {}
     wanted = chosen(only)

@@ -93,7 +93,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "own parent": (
         dict(parents=[-1, 1]),
         ValueError,
-        r"^parents\[1\] must be a token that is no .*, got 1$",
+        r"^parents\[1\] must be a token that does not .*, got 1$",
     ),
     "cycle": (dict(parents=[[-1, 0, 1], [-1, 2, 1]]), ValueError, r"^parents\[1, 1\] must be a token that .*, got 2$"),
     "bound": (dict(parents=[-1] * 3, q_len_per_req=2), ValueError, "^q_len_per_req must be at least 3, .*, got 2$"),

@@ -217,7 +217,7 @@ def test_deadlock_report_lists_warps_barriers_and_lines():
 def test_polling_forever_is_a_deadlock(monkeypatch):
     monkeypatch.setattr(machine, "PATIENCE", 200_000)
     y = empty(1)
-    with pytest.raises(Deadlock, match="poll memory that nobody changes"):
+    with pytest.raises(Deadlock, match="poll memory that no warp changes"):
         run_ptx("SPIN: ld.acquire.gpu.global.b32 %r1, [%a0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;", y)
 
 

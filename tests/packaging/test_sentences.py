@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.packaging.test_words import FOLDERS, ROOT, comments, pages, prose_of
+from tests.packaging.test_words import FOLDERS, ROOT, comments, pages, prose_in
 
 WORDS = 25
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
@@ -100,10 +100,4 @@ def test_sentences_of_pages_are_short(page: str) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_sentences_of_docstrings_and_comments_are_short(folder: str) -> None:
-    found = [
-        f"{file.relative_to(ROOT)}: {sentence}"
-        for file in sorted((ROOT / folder).rglob("*.py"))
-        for text in prose_of(file.read_text())
-        for sentence in long_sentences(text)
-    ]
-    assert found == []
+    assert [f"{file}: {sentence}" for file, text in prose_in(folder) for sentence in long_sentences(text)] == []

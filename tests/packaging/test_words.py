@@ -27,6 +27,7 @@ BANNED = re.compile(
     r"|(?<!\b[Tt]here )\bis no\b(?! (?:longer\b|more\b|\w+er than\b))"
 )
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+C_COMMENT = re.compile(r"/\*(.*?)\*/|//([^\n]*)", re.DOTALL)
 GLOSSARY_ROWS = 40
 SOURCES = ("api", "kernels", "layouts")
 FOLDERS = (*SOURCES, "emulator", "perf", "examples", "docs", "tests")
@@ -71,6 +72,30 @@ def prose_of(source: str) -> Iterator[str]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
     yield from comments(source)
+
+
+def messages(source: str) -> Iterator[str]:
+    """Yield the strings of a module with several words, except docstrings and other strings that no code uses."""
+    tree = ast.parse(source)
+    unused = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in unused and str(node.value).count(" ") > 2:
+            yield str(node.value)
+
+
+def c_comments(source: str) -> Iterator[str]:
+    """Yield the comments of a C file."""
+    for found in C_COMMENT.finditer(source):
+        yield re.sub(r"^ *\* ?", "", found[1] or found[2] or "", flags=re.MULTILINE).strip()
+
+
+def prose_in(folder: str) -> Iterator[tuple[str, str]]:
+    """Yield the docstrings and comments of all files in a folder, each after the name of its file."""
+    for file in sorted((ROOT / folder).rglob("*")):
+        if file.suffix in (".py", ".c", ".h"):
+            source = file.read_text()
+            for text in prose_of(source) if file.suffix == ".py" else c_comments(source):
+                yield str(file.relative_to(ROOT)), text
 
 
 def glossary_section(text: str) -> str:
@@ -137,13 +162,24 @@ def test_pages_are_in_plain_english(page: str) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_and_comments_are_in_plain_english(folder: str) -> None:
+    assert sorted({f"{file}: {phrase}" for file, text in prose_in(folder) for phrase in banned(text)}) == []
+
+
+@pytest.mark.parametrize("folder", [*SOURCES, "emulator", "perf"])
+def test_messages_are_in_plain_english(folder: str) -> None:
     found = {
         f"{file.relative_to(ROOT)}: {phrase}"
-        for file in sorted((ROOT / folder).rglob("*.py"))
-        for text in prose_of(file.read_text())
+        for file in (ROOT / folder).rglob("*.py")
+        for text in messages(file.read_text())
         for phrase in banned(text)
     }
     assert sorted(found) == []
+
+
+def test_comments_of_c_and_messages_are_read() -> None:
+    assert list(c_comments("/* a\n * b */ int x; // c\n/* d */")) == ["a\nb", "c", "d"]
+    assert list(messages('"""A docstring of four words."""\nx = f"a b c {y} or d e f"\n')) == ["a b c ", " or d e f"]
+    assert "emulator/native/shadow.c" in {file for file, _ in prose_in("emulator")}
 
 
 def test_every_folder_with_sources_is_looked_at() -> None:
