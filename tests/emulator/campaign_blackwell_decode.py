@@ -47,7 +47,7 @@ def decode_nvfp4() -> None:
     decode(NVFP4, leaf=256, sms=1)
 
 
-def few_rows(kind: type[MlaBatch] = MlaBatch, kv_dtype: torch.dtype | None = None) -> None:
+def swap_ab_mla(kind: type[MlaBatch] = MlaBatch, kv_dtype: torch.dtype | None = None) -> None:
     """Run MLA with requests of zero to two leaves. Two CTAs share the longest request, and reuse stages of Q."""
     kv_lens = [70, 140, 520, 9, 3, 0]
     options = dict(kv_dtype=kv_dtype) if kv_dtype is not None else {}
@@ -56,12 +56,12 @@ def few_rows(kind: type[MlaBatch] = MlaBatch, kv_dtype: torch.dtype | None = Non
         execute(data.decode(16, sinks=torch.linspace(-1, 1, 16)))
 
 
-def few_rows_e4m3() -> None:
-    few_rows(Fp8MlaBatch)
+def swap_ab_mla_e4m3() -> None:
+    swap_ab_mla(Fp8MlaBatch)
 
 
-def few_rows_8_bit() -> None:
-    few_rows(kv_dtype=E4M3)
+def swap_ab_mla_8_bit() -> None:
+    swap_ab_mla(kv_dtype=E4M3)
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:

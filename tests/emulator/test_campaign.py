@@ -228,9 +228,9 @@ def test_blackwell_kernels(case: Callable[[], None], more_kinds: list[str]) -> N
         (campaign_blackwell_decode.decode, 35),
         (campaign_blackwell_decode.decode_e4m3, 42),
         (campaign_blackwell_decode.decode_nvfp4, 42),
-        (campaign_blackwell_decode.few_rows, 75),
-        (campaign_blackwell_decode.few_rows_e4m3, 75),
-        (campaign_blackwell_decode.few_rows_8_bit, 36),
+        (campaign_blackwell_decode.swap_ab_mla, 75),
+        (campaign_blackwell_decode.swap_ab_mla_e4m3, 75),
+        (campaign_blackwell_decode.swap_ab_mla_8_bit, 36),
     ],
 )
 def test_blackwell_kernels_of_few_rows(case: Callable[[], None], effective: int) -> None:

@@ -37,7 +37,7 @@ SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the most that a kernel may all
 # Bytes. Decode kernels spill in the combine of nodes, where ptxas uses all registers, as in the kernels of sm_120. The
 # spills of a leaf are in test_sm100_decode_compile.py.
 MOST_DECODE_STACK = 256
-MOST_FEW_ROWS_MLA_STACK = 192  # likewise; test_sm100_few_rows_compile.py has the limits of each kernel
+MOST_SWAP_AB_MLA_STACK = 192  # likewise; test_sm100_swap_ab_compile.py has the limits of each kernel
 FEWEST_COLUMNS = 32  # of an allocation of tensor memory, a power of two
 
 
@@ -90,7 +90,7 @@ def test_resources(config: KernelConfig) -> None:
     has, ptx = Resources.of(built), built.ptx.read_text()
     assert has.local == 0, "registers are spilled"
     assert has.step_spills <= most_step_spills(config), "registers are spilled"
-    most = {Sm100DecodeConfig: MOST_DECODE_STACK, Sm100SwapABMlaConfig: MOST_FEW_ROWS_MLA_STACK}.get(type(config), 0)
+    most = {Sm100DecodeConfig: MOST_DECODE_STACK, Sm100SwapABMlaConfig: MOST_SWAP_AB_MLA_STACK}.get(type(config), 0)
     assert has.stack <= most or most_step_spills(config) > 0, "registers are spilled"
     assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"
     (threads,) = map(int, re.findall(r"\.(?:req|max)ntid (\d+)", ptx))

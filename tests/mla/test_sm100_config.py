@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases.kernel_problems import empty, paged
-from helpers.covering.sm100_few_rows_mla import COVERING_FEW_ROWS_MLA
+from helpers.covering.sm100_swap_ab_mla import COVERING_SWAP_AB_MLA
 
 from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import QUERY_DTYPES, KvFetch, KvType, paged_fetches
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.traced
 
 WIDE, NARROW = MLA_HEAD_DIMS
 SHIPPED = {arch: [c for c in shipped_configs(arch, Family.MLA) if isinstance(c, Sm100MlaConfig)] for arch in BLACKWELL}
-FEW_ROWS = {
+SWAP_AB = {
     arch: [c for c in shipped_configs(arch, Family.MLA) if isinstance(c, Sm100SwapABMlaConfig)] for arch in BLACKWELL
 }
 FP8 = torch.float8_e4m3fn
@@ -139,7 +139,7 @@ class TestResolve:
     def test_few_rows_have_a_shipped_kernel(self, arch: str) -> None:
         for dims, page_size in itertools.product(MLA_HEAD_DIMS, (1, 4, 8, 16, 32, 64, 128, 192)):
             found = resolve(problem(dims, page_size, heads=16), arch)
-            assert (found in FEW_ROWS[arch]) == (page_size != 192)  # uneven pages are compiled on demand
+            assert (found in SWAP_AB[arch]) == (page_size != 192)  # uneven pages are compiled on demand
             assert (type(build(found)[0]), found.batch_invariant, found.is_cooperative) == (SwapABMlaSm90, False, False)
             assert found.box_rows == (min(page_size, 64) if page_size >= 8 else 0)
 
@@ -192,25 +192,25 @@ def test_what_is_shipped(arch: str) -> None:
 def test_which_kernels_of_few_rows_are_shipped(arch: str) -> None:
     """Hopper ships the same kernels of 16 rows."""
     hopper = [config for config in shipped_configs("sm_90a", Family.MLA) if config.rows == LATENT_SWAP_AB_ROWS]
-    names = [config.name for config in FEW_ROWS[arch]]
+    names = [config.name for config in SWAP_AB[arch]]
     assert len(names) == len(set(names)) > 0
     assert {*names} == {config.name.replace("sm_90a_", f"{arch}_tcgen05_") for config in hopper}
 
 
 def test_covering_kernels_of_few_rows_stand_for_all() -> None:
     """Each width comes with each type, and each type with each fetch; both architectures are there."""
-    assert len({*COVERING_FEW_ROWS_MLA}) == len(COVERING_FEW_ROWS_MLA)
+    assert len({*COVERING_SWAP_AB_MLA}) == len(COVERING_SWAP_AB_MLA)
     facts: list[Callable[[Sm100SwapABMlaConfig], Any]] = [
         lambda c: (c.dtype, c.kv_type, c.head_dim_qk, c.head_dim_v),
         lambda c: (c.dtype, c.kv_type, c.kv_fetch, c.box_rows),
         lambda c: (c.kv_fetch, c.head_dim_qk),
     ]
     for fact in facts:
-        assert {*map(fact, FEW_ROWS["sm_100a"])} <= {*map(fact, COVERING_FEW_ROWS_MLA)}
-    assert {c.arch for c in COVERING_FEW_ROWS_MLA} == {*BLACKWELL}
-    assert {c.dtype for c in COVERING_FEW_ROWS_MLA} == {"bf16", "fp16", "e4m3"}
-    for config in COVERING_FEW_ROWS_MLA:
-        assert config in FEW_ROWS[config.arch] or config.dtype == "fp16"
+        assert {*map(fact, SWAP_AB["sm_100a"])} <= {*map(fact, COVERING_SWAP_AB_MLA)}
+    assert {c.arch for c in COVERING_SWAP_AB_MLA} == {*BLACKWELL}
+    assert {c.dtype for c in COVERING_SWAP_AB_MLA} == {"bf16", "fp16", "e4m3"}
+    for config in COVERING_SWAP_AB_MLA:
+        assert config in SWAP_AB[config.arch] or config.dtype == "fp16"
 
 
 @pytest.mark.parametrize("arch", BLACKWELL)
@@ -234,7 +234,7 @@ def test_nodes_of_few_rows_fit_the_scratch(
             assert needed <= scratch_bytes(Family.MLA, arch, LaunchSizes(bound, 1, dims[1], kv_len, sms)), bound
 
 
-@pytest.mark.parametrize("config", COVERING_FEW_ROWS_MLA, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", COVERING_SWAP_AB_MLA, ids=lambda config: config.name)
 def test_resources_of_few_rows(config: Sm100SwapABMlaConfig) -> None:
     """Scores come first in tensor memory, then parts of O of 64 columns."""
     kernel, arch = build(config)[0], ARCHITECTURES[config.arch]

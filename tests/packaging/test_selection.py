@@ -24,9 +24,9 @@ from tests.decode import test_sm100 as decode_sm100
 from tests.decode import test_sm120 as decode_sm120
 from tests.kernels import test_compile as kernels_compile
 from tests.kernels import test_sm100_decode_compile as decode_compile
-from tests.kernels import test_sm100_few_rows_compile as mla_few_rows_compile
+from tests.kernels import test_sm100_swap_ab_compile as mla_swap_ab_compile
 from tests.mla import test_emulated as mla_emulated
-from tests.mla import test_sm100_few_rows as mla_few_rows
+from tests.mla import test_sm100_swap_ab as mla_swap_ab
 from tests.mla import test_sm120 as mla_sm120
 from tests.prefill import test_emulated as prefill_emulated
 from tests.prefill import test_sm100 as prefill_sm100
@@ -35,7 +35,7 @@ from tests.prefill import test_sm100_narrow as prefill_sm100_narrow
 ROOT = Path(__file__).parents[2]
 NAMING_KERNELS = (
     *(decode_emulated, decode_sm100, decode_sm120, decode_compile, kernels_compile, mla_emulated, mla_sm120),
-    *(mla_few_rows, mla_few_rows_compile, prefill_emulated, prefill_sm100, prefill_sm100_narrow),
+    *(mla_swap_ab, mla_swap_ab_compile, prefill_emulated, prefill_sm100, prefill_sm100_narrow),
 )
 
 

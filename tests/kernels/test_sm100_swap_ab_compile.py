@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers.covering.sm100_few_rows_mla import COVERING_FEW_ROWS_MLA
+from helpers.covering.sm100_swap_ab_mla import COVERING_SWAP_AB_MLA
 
 from hopwell.kernels.config.base import KvFetch
 from hopwell.kernels.hardware import REGISTERS, WARPGROUP
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.compile
 MOST_STACK = 80
 # The warp that loads eight stages of e4m3 keys of 320 columns in boxes of 8 keys has the most addresses (2026-11-27).
 SMALL_BOXES_STACK = 192
-CONFIGS = pytest.mark.parametrize("config", COVERING_FEW_ROWS_MLA, ids=lambda config: config.name)
+CONFIGS = pytest.mark.parametrize("config", COVERING_SWAP_AB_MLA, ids=lambda config: config.name)
 # Fields of the PTX ISA's "Instruction descriptor": types of A and B, majorness of A and B, N / 8, M / 16.
 TYPES, MAJORS, N, M = (7, 7), (15, 3), (17, 63), (24, 31)
 

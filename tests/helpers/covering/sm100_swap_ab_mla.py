@@ -12,7 +12,7 @@ from hopwell.kernels.sm100.mla.config import Sm100SwapABMlaConfig
 PAGES8, PAGES32 = (KvFetch.PAGE_BOXES, 8), (KvFetch.PAGE_BOXES, 32)
 
 
-def covering_few_rows_mla_configs() -> list[Sm100SwapABMlaConfig]:
+def covering_swap_ab_mla_configs() -> list[Sm100SwapABMlaConfig]:
     """Return MLA kernels of few rows that stand for all: each type with each width and with each fetch.
 
     Types and widths decide the products, and a fetch the code of the loads.
@@ -58,4 +58,4 @@ def covering_few_rows_mla_configs() -> list[Sm100SwapABMlaConfig]:
     ]
 
 
-COVERING_FEW_ROWS_MLA = covering_few_rows_mla_configs()
+COVERING_SWAP_AB_MLA = covering_swap_ab_mla_configs()

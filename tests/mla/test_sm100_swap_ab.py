@@ -16,7 +16,7 @@ from helpers.batches.mla import MlaBatch, PackedBatch
 from helpers.cases import mla as cases
 from helpers.cases.decode import cut_tokens
 from helpers.cases.mla import Case
-from helpers.covering.sm100_few_rows_mla import COVERING_FEW_ROWS_MLA
+from helpers.covering.sm100_swap_ab_mla import COVERING_SWAP_AB_MLA
 from helpers.device.schedules import schedules, setting
 
 from hopwell import emulator
@@ -59,7 +59,7 @@ def decoded(data: MlaBatch, page_size: int = 64, **changes: object) -> torch.Ten
     return execute(problem).clone()
 
 
-@pytest.mark.parametrize("config", COVERING_FEW_ROWS_MLA, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", COVERING_SWAP_AB_MLA, ids=lambda config: config.name)
 def test_fetches(config: Sm100SwapABMlaConfig) -> None:
     """Requests have no keys, fewer keys than new tokens, keys at the edges of tiles, and two leaves."""
     assert cut_tokens(config) == LEAF
