@@ -36,7 +36,7 @@ Build = Callable[[Any], tuple[Any, tuple[Any, ...]]]
 
 
 class Buildable(Protocol):
-    """A kernel's config, as far as compiling it goes."""
+    """The properties of a kernel's config that its compilation needs."""
 
     family: ClassVar[Family]
 
@@ -187,7 +187,7 @@ _APPEND = Implementation(
     scratch_bytes=_no_scratch,
 )
 
-# Kernels of sm_120 multiply with mma.sync, which Blackwell has as well: they serve what it has no others for.
+# Blackwell has mma.sync as well, so sm_120 kernels serve the problems that its own kernels refuse.
 _ROWS: tuple[tuple[Family, Sequence[str], tuple[Implementation, ...]], ...] = (
     (Family.PREFILL, HOPPER, (_HOPPER_PREFILL,)),
     (Family.PREFILL, BLACKWELL, (_BLACKWELL_PREFILL, _WARP_PREFILL)),
@@ -200,7 +200,7 @@ _ROWS: tuple[tuple[Family, Sequence[str], tuple[Implementation, ...]], ...] = (
     (Family.MLA, SM120, (_WARP_MLA,)),
     (Family.APPEND, ARCHS, (_APPEND,)),
 )
-# An implementation serves what those before it refuse.
+# An implementation serves the problems that all implementations before it refuse.
 IMPLEMENTATIONS = {(family, arch): found for family, archs, found in _ROWS for arch in archs}
 
 

@@ -19,7 +19,7 @@ from hopwell.kernels.launch.device_data import signed
 
 CAUSAL_TYPES = (torch.bool, torch.uint8, torch.int32, torch.int64)
 LENGTHS = "lengths of cum_seq_lens_q"  # their name in messages
-# Arguments that differ in form from what repeated calls compare.
+# Arguments that a repeated call compares in another form.
 CONVERTED = {
     "query",
     "kv_cache",

@@ -205,7 +205,7 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
 
 
 def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
-    """Return the tensors that contain Q, K and V, None for those inside another one, and the distance of a (K, V) pool.
+    """Return the tensors of Q, K and V, None for a tensor inside another one, and the distance of a (K, V) pool.
 
     The distance is the bytes from K to V: page ids of both count from K, so it is part of the layout. Malformed
     arguments stay whole.

@@ -162,7 +162,7 @@ def kernels_of(
 
 
 def _check_latent(serving: Serving) -> None:
-    """Refuse what the functions of MLA do not have."""
+    """Refuse settings that the functions of MLA do not have."""
     if serving.out != serving.dtype:
         raise ValueError(f"out_dtype must be 'auto' or {serving.dtype} for a model with MLA, got {serving.out}")
     if serving.skip_softmax:

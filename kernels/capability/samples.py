@@ -222,7 +222,7 @@ def _tensor_scales(problem: Any) -> list[torch.Tensor]:
     return [scale for scale in found if isinstance(scale, torch.Tensor)]
 
 
-# For each argument of a sample problem: whether a problem has what a value of the argument asks for.
+# For each argument of a sample problem: whether a problem has the feature that a value of the argument selects.
 _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
     query=lambda problem, dtype: problem.query.dtype == dtype,
     kv=lambda problem, dtype: problem.key.dtype == dtype,

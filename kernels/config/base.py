@@ -300,7 +300,7 @@ class KernelConfig:
         return 64 // self.v_splits
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
-        """Yield what tile, registers and boxes must fulfil: whether they do, and the message if they do not."""
+        """Yield the conditions on tile, registers and boxes: whether each is met, and the message if it is not."""
         tile, registers, unit, depth = self.tile, self.registers, self.row_unit, self.mma_depth
         stages = (tile.q_stages, tile.kv_stages, *tile.loaded_stages)
         is_rows, is_keys = (size % step == 0 and 0 < size <= MOST for size, step in ((tile.m, unit), (tile.n, depth)))

@@ -23,7 +23,7 @@ ALIGNMENT = 16  # bytes
 COMFORTABLE_BYTES = 8 << 20
 # Slots for each CTA besides the slots of one request. With 2, requests waited for earlier requests to be combined:
 # 32 x 8192 tokens and 32 rows took 498 us; with 8, cache hints and dependent launches together 313 (H200, 2026-11-21).
-UNDER_WAY = 8
+IN_FLIGHT = 8
 # Keys of a chunk of MLA. Twice that is 7 % faster at 32 x 8192 tokens and 128 heads, and takes 70 instead of 43 us for
 # a single request of 4096 tokens (H200, 2026-11-22).
 LATENT_CHUNK_TOKENS = 1024
@@ -33,7 +33,7 @@ LATENT_WORK_TILES = 128
 # Top-k indices in a chunk. The usual 2048 are one chunk: 64 requests take 91 us, with two chunks 121 to 187 (H200,
 # 2026-11-22).
 TOPK_CHUNK_TOKENS = 2048
-LATENT_UNDER_WAY = 3
+LATENT_IN_FLIGHT = 3
 # CTA parts of MLA's keys, see parts/partition/cta_parts.py. Positions are counted in fractions of a step, so that equal
 # requests are cut at equal positions. A request costs about one step besides its keys, for Q and results. A cut moves
 # by up to SNAP_STEPS to the beginning or end of a request. A CTA part grows by up to 1 / UNEVEN if the longest requests
@@ -62,8 +62,8 @@ STATISTICS = 4
 # The constants below are for swap-AB decode. Keys are cut into leaves, which are combined as a binary tree, see
 # parts/combine/tree.py.
 SWAP_AB_ROWS = (8, 16, 32)  # of a warpgroup's tile; a CTA with two warpgroups has twice the most
-MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
-MOST_TILED_COLUMNS = 512  # of head dims where rows are in tiles of few, however many there are
+MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: more would not fit into shared memory
+MOST_TILED_COLUMNS = 512  # of head dims, in kernels that cut any number of rows into tiles of few
 EIGHT_BIT_SWAP_AB_ROWS = (8, 32, 64)  # over 8-bit caches
 LATENT_SWAP_AB_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
@@ -275,7 +275,7 @@ class LaunchSizes:
 
     @property
     def needed_slots(self) -> int:
-        """Slots that the launch cannot do without: those for one request, and some for what is under way besides."""
+        """Slots without which the launch could not end: the slots of one request, and of chunks in flight beside it."""
         row_tiles = self.kv_heads * -(-max(self.rows, 1) // self.tile_rows)
         if self.by_cta_parts:
             return cta_part_slots(row_tiles, self.sms)
@@ -283,8 +283,8 @@ class LaunchSizes:
         least = chunk_tokens(self.columns, self.latent) // (1 if self.latent else 2)
         chunks = -(-max(self.capacity, 1) // least) + 1
         if self.latent:
-            return min(chunks * row_tiles, max(LATENT_WORK_TILES, 2 * row_tiles)) + LATENT_UNDER_WAY * self.sms
-        return min(chunks, MAX_CHUNKS) * row_tiles + UNDER_WAY * self.sms
+            return min(chunks * row_tiles, max(LATENT_WORK_TILES, 2 * row_tiles)) + LATENT_IN_FLIGHT * self.sms
+        return min(chunks, MAX_CHUNKS) * row_tiles + IN_FLIGHT * self.sms
 
     @property
     def slots(self) -> int:
@@ -321,7 +321,7 @@ def counter_ints(slots: int) -> int:
 def cta_part_slots(row_tiles: int, ctas: int) -> int:
     """Count the slots of a launch that cuts keys into CTA parts. There are more slots than partials, and with 128 heads
     and eight new tokens they take 30 MB."""
-    return 2 * row_tiles + LATENT_UNDER_WAY * ctas
+    return 2 * row_tiles + LATENT_IN_FLIGHT * ctas
 
 
 def cta_parts(row_tiles: int, ctas: int) -> int:

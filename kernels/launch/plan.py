@@ -1,4 +1,4 @@
-"""From a problem to a launch: what stays the same for given shapes, strides, dtypes and options is done once."""
+"""From a problem to a launch: a plan holds everything that shapes, strides, dtypes and options determine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RESULTS = ("out", "lse", "statistics", "skipped", "out_scales", "scratch")
 def planning() -> Iterator[dict[str, Buildable]]:
     """Collect the kernels of the calls inside the block, by name. Nothing is compiled or launched.
 
-    Calls that repeat an earlier call are launched nevertheless, so a caller forgets those first.
+    Calls that repeat an earlier call are launched nevertheless, so a caller forgets earlier calls first.
     """
     kernels: dict[str, Buildable] = {}
     token = _planned.set(kernels)
@@ -85,7 +85,7 @@ class Plan:
         self.function(self.anchor, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
 
     def constants(self, softmax_scale: float, output_scale: float) -> tuple[Any, ...]:
-        """Return what ``function`` takes after the anchor and the addresses."""
+        """Return the arguments of ``function`` after the anchor and the addresses."""
         return self._geometry, softmax_scale, output_scale, *self._options
 
     def execute(self, problem: AttentionProblem, name: Callable[[str], str] = str) -> torch.Tensor:

@@ -182,7 +182,7 @@ def test_warps_that_have_parted_meet_before_they_hand_work_back(seed: int) -> No
 @pytest.fixture
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
-    monkeypatch.setattr(splitting, "UNDER_WAY", 1)
+    monkeypatch.setattr(splitting, "IN_FLIGHT", 1)
 
 
 @pytest.mark.usefixtures("few_slots")

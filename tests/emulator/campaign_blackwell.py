@@ -96,7 +96,7 @@ def mla_invariant(kind: type[MlaBatch] = MlaBatch) -> None:
     """Run batch-invariant MLA on two pairs. Requests have one or two chunks, and partials wait for used slots."""
     kv_lens = [1030, 0, 1040, 5, 1100, 1025]
     data = kind([1] * len(kv_lens), kv_lens, heads=70, head_dim=320, v_head_dim=256, magnitude=3.0, device="cpu")
-    few_slots = mock.patch.multiple(splitting, COMFORTABLE_BYTES=0, LATENT_UNDER_WAY=1)
+    few_slots = mock.patch.multiple(splitting, COMFORTABLE_BYTES=0, LATENT_IN_FLIGHT=1)
     alone = mock.patch.object(settings.BATCH_INVARIANT, "given", True)
     with mock.patch.object(geometry, "EMULATED_SMS", 4), few_slots, alone:
         execute(data.decode(16, sinks=torch.linspace(-1, 1, 70)))

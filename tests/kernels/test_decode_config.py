@@ -179,7 +179,7 @@ class TestResources:
             assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in config.registers)
 
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
-    def test_enough_is_under_way(self, dim: int) -> None:
+    def test_enough_is_in_flight(self, dim: int) -> None:
         """128 KiB of K and V per SM, or of their dequantized form in place, keep memory busy."""
         for config in (config for kv_type in KV_TYPES for config in of_dim(dim, kv_type)):
             stages = config.tile.kv_stages * config.ctas_per_sm

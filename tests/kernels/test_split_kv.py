@@ -17,7 +17,7 @@ from helpers.host.warps import SchedulingWarp, device_tuple, host
 
 from hopwell.kernels.config.splitting import (
     FAN_IN,
-    LATENT_UNDER_WAY,
+    LATENT_IN_FLIGHT,
     LATENT_WORK_TILES,
     LONG_TOKENS,
     MAX_CHUNKS,
@@ -173,7 +173,7 @@ class TestSpan:
             found = span(schedule, index)
             assert (found.chunk_tokens, found.chunks) == (tokens, max(-(-kv_len // tokens), 1))
             slots = LaunchSizes(group * max(q_lens), 1, 512, max(kv_lens), 1, latent=True).slots
-            assert found.chunks * requests.tiles(index) <= slots - LATENT_UNDER_WAY
+            assert found.chunks * requests.tiles(index) <= slots - LATENT_IN_FLIGHT
 
     def test_lanes_without_a_request_have_no_chunks(self, memory: Memory) -> None:
         schedule = Requests([1, 1], [5, 700]).schedule(memory)

@@ -14,7 +14,8 @@ from hopwell.kernels.config.splitting import (
     COMFORTABLE_BYTES,
     DOUBLINGS,
     FAN_IN,
-    LATENT_UNDER_WAY,
+    IN_FLIGHT,
+    LATENT_IN_FLIGHT,
     LATENT_WORK_TILES,
     MAX_CHUNKS,
     ROWS,
@@ -22,7 +23,6 @@ from hopwell.kernels.config.splitting import (
     STATISTICS,
     SWAP_AB_ROWS,
     TICKETS,
-    UNDER_WAY,
     LaunchSizes,
     chunk_tokens,
     counter_ints,
@@ -72,7 +72,7 @@ def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
         # the shortest.
         chunks = min(-(-capacity // (chunk_tokens(columns) // 2)) + 1, MAX_CHUNKS)
         of_request = chunks * kv_heads * -(-rows // ROWS)
-        assert LaunchSizes(rows, kv_heads, columns, capacity, ctas).slots >= of_request + UNDER_WAY * ctas
+        assert LaunchSizes(rows, kv_heads, columns, capacity, ctas).slots >= of_request + IN_FLIGHT * ctas
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -82,7 +82,7 @@ def test_the_ring_holds_more_than_one_latent_request(rows: int, capacity: int) -
     slots = LaunchSizes(rows, 1, 512, capacity, 132, latent=True).slots
     for tiles in range(1, -(-rows // ROWS) + 1):
         chunks = min(-(-capacity // chunk_tokens(512, latent=True)), max(LATENT_WORK_TILES // tiles, 2))
-        assert slots >= chunks * tiles + LATENT_UNDER_WAY * 132
+        assert slots >= chunks * tiles + LATENT_IN_FLIGHT * 132
 
 
 def test_slots_that_cost_little_are_there_anyway() -> None:

@@ -194,7 +194,7 @@ def test_late_work_beside_polling() -> None:
 @pytest.fixture
 def few_slots(by_own_length: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
-    monkeypatch.setattr(splitting, "LATENT_UNDER_WAY", 1)
+    monkeypatch.setattr(splitting, "LATENT_IN_FLIGHT", 1)
 
 
 @pytest.mark.usefixtures("few_slots")

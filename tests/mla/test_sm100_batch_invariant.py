@@ -33,7 +33,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the slots of one request and little more, so that partials wait for earlier partials in their slots."""
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
-    monkeypatch.setattr(splitting, "LATENT_UNDER_WAY", 1)
+    monkeypatch.setattr(splitting, "LATENT_IN_FLIGHT", 1)
 
 
 @pytest.mark.parametrize("kind", [MlaBatch, Fp8MlaBatch])

@@ -31,7 +31,7 @@ def register() -> None:
     """
     from vllm.logger import init_logger
 
-    logger = init_logger("vllm.hopwell")  # vLLM prints what loggers below its own name log
+    logger = init_logger("vllm.hopwell")  # vLLM prints the messages of loggers below its own name
     version = Version(metadata.version("vllm"))
     tested = "vLLM {}.{} to {}.{}".format(*OLDEST_VLLM, *TESTED_VLLM)
     if version.release[:2] < OLDEST_VLLM:

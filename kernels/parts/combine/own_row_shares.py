@@ -1,7 +1,7 @@
 """Combine of MLA partials with CTA parts: each CTA combines rows in proportion to its number of partials.
 
 With CTA parts (``cta_parts.py``), every partial has its own slot, and each CTA knows from the start which partials it
-will have. Shares therefore need no tickets, and no CTA has to be told what a partial is. Each attending warp adds one
+will have. Shares therefore need no tickets, and no message describes a partial. Each attending warp adds one
 to a counter of its rows when it has stored its part of a partial. When it has no more work tiles, it waits until the
 counter shows all parts of all chunks, and combines its share.
 

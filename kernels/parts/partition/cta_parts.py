@@ -165,7 +165,7 @@ class CtaPartSchedule(KeySchedule):
 
         Called by one warp.
 
-        The work tiles to combine are the partials of this CTA once more, for its share of their rows.
+        The work tiles to combine are this CTA's own partials again, for its share of their rows.
         """
         row_tiles, sequences = self._most_of_chunk, self._sequence_count
         first_sequence = self._sequence(cute.arch.lane_idx())

@@ -84,7 +84,7 @@ class SplitTile(PackedTile):
 
     @classmethod
     def end_after(cls, partials) -> "SplitTile":
-        """Return what follows the last tile of a launch with this number of partials."""
+        """Return the end of the work of a launch with this number of partials."""
         return replace(cls.end(), partial_id=partials)
 
     def kv_policy(self):

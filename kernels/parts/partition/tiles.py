@@ -41,7 +41,7 @@ class WorkTile:
 
     @classmethod
     def end(cls) -> "WorkTile":
-        """Return what follows the last tile."""
+        """Return the end of the work, which follows the last tile."""
         return cls.from_ints([Int32(END_OF_WORK)] * cls.INTS)
 
 

@@ -70,7 +70,7 @@ class MlaSm100(LatentKernel, DecodeKernel):
         q       schedule -> mma       released when the last S of the work tile has been computed
         k       load_k -> mma         boxes of 64 keys and 128 bytes, released one by one as S is computed
         v       load_v -> mma         stages of two boxes, released one by one as O is computed
-        loaded_k, loaded_v  load -> dequantize  8-bit boxes; dequantize fills k and v, and products release those
+        loaded_k, loaded_v  load -> dequantize  8-bit boxes; dequantize fills k and v, which products release
         relayed_q, relayed_k, relayed_v  mma of the other CTA -> mma of the leader: full when the other CTA's stage is
         work    schedule -> all others
         s       mma -> softmax        released when both CTAs have S in registers. After a work tile's last S, Q of the

@@ -32,8 +32,8 @@ VECTOR_CODES = 2 * copy.VECTOR_BYTES  # 4-bit codes in a vector, which becomes f
 BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8-bit elements that become a column block
 DEQUANTIZED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows of a column block that a warpgroup dequantizes at a time
 # vectors of a thread read from shared memory and not dequantized yet, if K and V share a warpgroup
-VECTORS_UNDER_WAY = 8
-CODES_UNDER_WAY = 2  # vectors of codes
+VECTORS_IN_FLIGHT = 8
+CODES_IN_FLIGHT = 2  # vectors of codes
 SCALES_APART = 8  # registers of a thread for scales that are not adjacent
 PAIRED_KEYS = 32  # keys that a warp transposes at a time: two vectors of a row of the target
 
@@ -120,12 +120,12 @@ class E4m3Converter(Converter):
         columns = self.kernel.layout.operand_columns[self.operand]
         return self.target + self.target_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
-    def read_ahead(self, step, read: Callable, count: int, under_way: int) -> Iterator:
+    def read_ahead(self, step, read: Callable, count: int, in_flight: int) -> Iterator:
         """Yield the address of the dequantized tile, and then the results of ``read`` for 0 to ``count`` - 1. Before
-        the address is yielded, ``under_way`` reads have been issued, or all reads if the tile is converted in place."""
-        under_way = count if self.in_place else min(count, under_way)
-        results = [read(i) for i in range(under_way)]
-        if under_way == count:
+        the address is yielded, ``in_flight`` reads have been issued, or all reads if the tile is converted in place."""
+        in_flight = count if self.in_place else min(count, in_flight)
+        results = [read(i) for i in range(in_flight)]
+        if in_flight == count:
             self.give_back(step)
         yield self.target_stage(step)
         for i in range(count):
@@ -155,7 +155,7 @@ class E4m3Converter(Converter):
             place = sources[block % 2] + self._distance(first, block // 2, loaded, columns_first)
             return copy.load_shared(place, 4)
 
-        vectors = self.read_ahead(step, read, len(places), VECTORS_UNDER_WAY // config.converting_warpgroups)
+        vectors = self.read_ahead(step, read, len(places), VECTORS_IN_FLIGHT // config.converting_warpgroups)
         stage = next(vectors)
         targets = [copy.tile_vector(stage, row, 2 * vector + half, n, columns, self.columns_first) for half in range(2)]
         for (first, block), words in zip(places, vectors, strict=True):
@@ -223,7 +223,7 @@ class Nvfp4Converter(E4m3Converter):
             place = copy.tile_vector(stage, loaded_row, part * vectors + i, n, loaded, columns_first)
             return copy.load_shared(place, 4)
 
-        packed = self.read_ahead(step, read, vectors, CODES_UNDER_WAY)
+        packed = self.read_ahead(step, read, vectors, CODES_IN_FLIGHT)
         target = next(packed)
         for i, words in enumerate(packed):
             self._store_packed(target, row, 4 * (part * vectors + i), words, self._factors(scales, i))

@@ -224,7 +224,7 @@ class LatentLogits:
 
 
 class LatentKeys:
-    """Mixin with what all kernels over latent keys share: the mask, and both halves of the keys through ``loads``."""
+    """Mixin of all kernels over latent keys: the mask, and both halves of the keys through ``loads``."""
 
     @property
     def mask_type(self) -> type[IntervalMask]:
@@ -238,7 +238,7 @@ class LatentKeys:
 
 
 class LatentKernel(LatentKeys):
-    """Mixin with what kernels of many rows share: work tiles of packed rows, and the loads of their queries."""
+    """Mixin of kernels of many rows: work tiles of packed rows, and the loads of their queries."""
 
     step_tiles = 2
     q_role = "schedule"

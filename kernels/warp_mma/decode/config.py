@@ -22,7 +22,7 @@ from hopwell.kernels.hardware import WARP_MMA
 # With large nodes ptxas uses all of them in the combine, and spills up to 26 longer-lived registers: addresses and
 # counters. Up to 13 of these are read again in a leaf. A leaf takes microseconds of memory time.
 _TILE = Tile(SWAP_AB_ROWS[0], LEAF_TILE, q_stages=1, kv_stages=1, producer_registers=104, consumer_registers=240)
-_MOST_STAGES = 16  # of K, and of V; the narrowest tiles could have more, beyond what keeps memory busy
+_MOST_STAGES = 16  # of K, and of V; more, which the narrowest tiles could have, would not keep memory busier
 _MOST_LEVELS = 24  # of a tree: 2^31 keys have fewer than 2^24 leaves of 128
 _OTHER_BYTES = 2 << 10  # of shared memory: values exchanged between warps, the work queue, barriers
 

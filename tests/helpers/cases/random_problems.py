@@ -412,9 +412,9 @@ def split_by(draw: Draw, *, alone: bool) -> Iterator[None]:
     slots at once.
     """
     before, sms, few_slots = settings.BATCH_INVARIANT.given, draw.one("sms", (2, 4, 6, 10)), draw.maybe("few_slots")
-    all_slots = (splitting.COMFORTABLE_BYTES, splitting.LATENT_UNDER_WAY)
-    comfortable, under_way = (0, 1) if few_slots and alone else all_slots
-    slots = dict(COMFORTABLE_BYTES=comfortable, LATENT_UNDER_WAY=under_way)
+    all_slots = (splitting.COMFORTABLE_BYTES, splitting.LATENT_IN_FLIGHT)
+    comfortable, in_flight = (0, 1) if few_slots and alone else all_slots
+    slots = dict(COMFORTABLE_BYTES=comfortable, LATENT_IN_FLIGHT=in_flight)
     with mock.patch.object(geometry, "EMULATED_SMS", sms), mock.patch.multiple(splitting, **slots):
         hopwell.batch_invariant(alone)
         try:
