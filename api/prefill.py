@@ -82,7 +82,7 @@ def trtllm_batch_context_with_kv_cache(
 
         out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v
 
-    Nothing else is scaled: the caller multiplies 1 / sqrt(head_dim) and the scales of quantised data into the two
+    Nothing else is scaled: the caller multiplies 1 / sqrt(head_dim) and the scales of quantized data into the two
     scales. A row without visible keys gives 0. Requests without new tokens write nothing.
 
     fp8 queries over an fp8 cache take fp8 MMA: both products multiply float8_e4m3fn. Softmax weights are rounded to

@@ -12,7 +12,7 @@ from hopwell.kernels.capability.gpu_runs import MISSING
 
 ROOT = pathlib.Path(__file__).parents[1]
 FULL = ROOT / "docs" / "support.md"
-PAGES_WITH_TABLES = (ROOT / "README.md", ROOT / "docs" / "guides" / "quantised_caches.md")
+PAGES_WITH_TABLES = (ROOT / "README.md", ROOT / "docs" / "guides" / "quantized_caches.md")
 PLACE = re.compile(r"(<!-- (\w+) matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
 COLUMNS = (support.HOPPER, support.BLACKWELL, support.SM120)
 MARKS = """\

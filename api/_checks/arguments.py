@@ -80,7 +80,7 @@ def _unread(value: torch.Tensor) -> str:
     if is_functorch_wrapped_tensor(value):
         return "one of torch.vmap or torch.func, which no kernel can read"
     if value.is_quantized:
-        return "a quantised one"
+        return "a quantized one"
     if value.is_neg():
         return "a view that negates, for resolve_neg() to resolve"
     if value.is_conj():

@@ -291,7 +291,7 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
 
 
 def scaled(q: Any, k_cache: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
-    """Return the factors on q k^T and on the output, with the scales of quantised inputs included.
+    """Return the factors on q k^T and on the output, with the scales of quantized inputs included.
 
     Scales are multiplied on the device, so that they may change under a CUDA graph.
     """

@@ -39,7 +39,7 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "nested": lambda t: torch.nested.nested_tensor([t.clone().float(), t.clone().float()]),
     "jagged": lambda t: torch.nested.nested_tensor([t.clone(), t.clone()], layout=torch.jagged),
     "sparse": lambda t: t.float().to_sparse(),
-    "quantised": lambda t: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.qint8),
+    "quantized": lambda t: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.qint8),
     "mkldnn": lambda t: t.float().to_mkldnn(),
     "fake": lambda t: FakeTensorMode().from_tensor(t),
     "meta": lambda t: t.to("meta"),

@@ -25,7 +25,7 @@ ENTRIES = [batch.ENTRY for batch in DEMO]
 
 def test_support_matrix_is_up_to_date() -> None:
     pages = runpy.run_path(str(ROOT / "docs" / "support_matrix.py"))["pages"]()
-    assert [page.name for page in pages] == ["support.md", "README.md", "quantised_caches.md"]
+    assert [page.name for page in pages] == ["support.md", "README.md", "quantized_caches.md"]
     for page, text in pages.items():
         assert page.read_text() == text, "run `python docs/support_matrix.py`"
     assert (ROOT / "docs" / "support.md").read_text().endswith(support_matrix())

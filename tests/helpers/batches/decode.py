@@ -64,7 +64,7 @@ class DecodeBatch(Batch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.k, self.v = ([self._quantised(one) for one in tokens] for tokens in (self.k, self.v))
+        self.k, self.v = ([self._quantized(one) for one in tokens] for tokens in (self.k, self.v))
         if self.drafts is None:
             self.drafts = [torch.ones(n, n, dtype=torch.bool).tril() for n in self.q_lens]
 
@@ -86,7 +86,7 @@ class DecodeBatch(Batch):
         many.drafts = [*self.drafts] * count
         return many
 
-    def _quantised(self, values: torch.Tensor) -> torch.Tensor:
+    def _quantized(self, values: torch.Tensor) -> torch.Tensor:
         if self.kv_dtype is torch.int8:
             return (values * INT8_UNIT).round().clamp(-127, 127)
         if self.kv_dtype is NVFP4:
