@@ -75,8 +75,8 @@ NOTES = """\
 4. Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 8 rows, and `wgmma` for
    more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and head dim 512 uses `wgmma` alone.
 5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
-   32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
-   Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
+   32 x 8192 tokens, with 16 and 128 heads: 103 and 136 TFLOP/s. Hopper's own kernel: 111 and 587
+   ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
 6. More than 16 rows have pairs of CTAs with 128 rows a tile. These kernels have run on the emulator only.
 7. Up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow caches. More rows, and head dim 512, use
    `mma.sync`.

@@ -1,5 +1,4 @@
-"""Decode and MLA decode configs of sm_120a, and of sm_100a and sm_103a, which have more shared memory: tiles and
-resources.
+"""Decode configs of sm_120a, and of sm_100a and sm_103a, which have more shared memory; MLA decode configs of sm_120a.
 
 A request with any number of rows is cut into tiles of few rows. Each tile reads the keys again, from the L2 cache.
 """
@@ -73,9 +72,8 @@ class Sm120DecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class Sm120MlaConfig(MlaConfig):
-    """An MLA decode kernel with products of single warps (mma.sync). On sm_120 one tile of keys with 576 columns, Q and
-    P fill shared memory; Blackwell has room for two tiles. The attend warps combine, and hold the first level of the
-    tree in registers."""
+    """An MLA decode kernel with products of single warps (mma.sync). One tile of keys with 576 columns, Q and P fill
+    shared memory. The attend warps combine, and hold the first level of the tree in registers."""
 
     tiled: ClassVar[bool] = True
     most_rows: ClassVar[int] = LATENT_SWAP_AB_ROWS
