@@ -123,7 +123,7 @@ def _extent(
         starts = _tokens(offsets)[: p.batch]
     if lengths is not None:
         return Extent(starts, signed(lengths), start_operand, length_operand)
-    if offsets is None:  # all requests of decode have equally many new tokens
+    if offsets is None:  # all decode requests have the same number of new tokens
         return Extent(torch.arange(p.batch, device=p.query.device) * p.max_q_len, starts + p.max_q_len, "", "")
     return Extent(starts, _tokens(offsets)[1 : p.batch + 1] - starts, start_operand, "")
 

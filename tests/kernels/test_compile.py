@@ -68,7 +68,7 @@ BLACKWELL = [
     Sm100PrefillConfig("sm_100a", "bf16", "bf16", 128, 128, MaskKind.LOCAL, *PAGES16),
     *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix(SM_103A_BF16) in SM_103A),
 ]
-# K and V of 8 bits: boxes and rows, with one column block and several, with one consumer warpgroup and two.
+# 8-bit K and V: boxes and rows, with one column block and several, with one consumer warpgroup and two.
 FP8_PREFILL = [
     PrefillConfig("sm_90a", dtype, dtype, *dims, MaskKind.CAUSAL, *fetch, kv_type=KvType.E4M3)
     for dtype, dims, fetch in (

@@ -103,7 +103,7 @@ class TestRefusals:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
     @pytest.mark.parametrize("dims", PrefillConfig.all_tiles(), ids=str)
     def test_head_dims_with_operands_of_8_bits(self, dims: tuple[int, int], dtype: torch.dtype) -> None:
-        """Operands of 8 bits have all head dims of 16-bit operands on every architecture."""
+        """8-bit operands have all head dims of 16-bit operands on every architecture."""
         views = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
         problem = paged(*views, query=empty(600, 4, dims[0], dtype=dtype))
         for arch in ARCHS:

@@ -21,6 +21,8 @@ BANNED = re.compile(
     r"\b(?:What|Where|Those|Whose)\b(?![^.?]*\?)"
     r"|\b(?:but for|so many|as many as|that nobody)\b"
     r"|\b(?:that|those) of\b"
+    r"|\b(?:requests?|kernels?|outputs?|calls?|cases?) of (?:decode|prefill|MLA)\b(?! prefill)"
+    r"|\b(?:[Pp]roducts?|[Oo]perands) of (?:4|8|16) bits\b"
     r"|\bhas not\b(?! (?:been|run|seen|\w+ed)\b)"
     r"|\b[Ss]ays? (?:how|what|which|whether)\b"
     r"|\bThis is (?:what|how)\b"
@@ -132,6 +134,8 @@ def is_used(word: str, text: str) -> bool:
         "The table says which kernel runs.",
         "A page size that is no power of two",
         "A slot that nobody reads",
+        "All requests of decode",
+        "Products of 8 bits are exact.",
     ],
 )
 def test_banned_phrases_are_found(text: str) -> None:

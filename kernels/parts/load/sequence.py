@@ -20,7 +20,7 @@ class Request:
 
     @staticmethod
     def of_lengths(index, q_start, q_len, kv_len) -> "Request":
-        """Return a request of decode: its output begins at the same row as its queries, and K and V are paged."""
+        """Return a decode request: its output begins at the same row as its queries, and K and V are paged."""
         return Request(index, q_start, q_start, Int32(0), Int32(0), q_start, q_len, kv_len)
 
     @property

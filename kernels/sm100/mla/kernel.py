@@ -91,7 +91,7 @@ class MlaSm100(LatentKernel, DecodeKernel):
 
     In e4m3 each step has references of its own, see TileSoftmax, and O is rescaled in nearly every step.
 
-    Keys of 8 bits have the stages of 16 bits: their bytes are copied to half of the place of their results, see
+    8-bit keys have the stages of 16-bit keys: their bytes are copied to half of the place of their results, see
     ``EightBitRows``. Each CTA dequantizes all boxes that it reads: 64 keys for K, half of the columns of 128 for V.
 
     Steady state: S of a step is computed before O of the step before, and overlaps its softmax.

@@ -2,7 +2,7 @@
 
 The kernel is ``SwapABMlaSm90`` with the products of ``TensorProducts``: up to 16 packed rows, tile by tile of 64 keys.
 A tile's product with V is complete in tensor memory before it is added to O in registers. So O is never rescaled in
-tensor memory. Keys of 8 bits with 16-bit queries are dequantized in shared memory, as on Hopper. In e4m3, tcgen05 reads
+tensor memory. 8-bit keys with 16-bit queries are dequantized in shared memory, as on Hopper. In e4m3, tcgen05 reads
 V with its columns innermost (MN-major), so there is no transpose.
 
 Tensor memory: a column for each row of S, and for each row and 64 columns of O: 144 with 16 rows at head dim 576/512.

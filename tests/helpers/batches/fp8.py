@@ -22,7 +22,7 @@ WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
 # bit of the largest summand, and truncate the rest.
 SUMMAND_ERROR, SUMMED_AT_ONCE = 2.0**-13, 32
 LOGIT_ERROR = 2.0**-9  # error of prefill's logits, by the same sums, for logits of ordinary size
-# Error of a whole output of prefill. Each weight errs on its own, so the whole is far better than each element.
+# Error of a whole prefill output. Each weight errs on its own, so the whole is far better than each element.
 # Measurements at head dim 128 gave 2.0e-2 to 2.3e-2, and 2.4e-2 for FlashAttention 3; see docs/kernels/prefill.md.
 WHOLE_ERROR = 2.4e-2
 

@@ -406,7 +406,7 @@ def decode(draw: Draw) -> None:
 
 @contextlib.contextmanager
 def split_by(draw: Draw, *, alone: bool) -> Iterator[None]:
-    """Split the requests of MLA over a drawn number of emulated SMs; with ``alone`` by their own lengths.
+    """Split the MLA requests over a drawn number of emulated SMs; with ``alone`` by their own lengths.
 
     With few slots, partials of such requests wait for earlier partials in their slots. CTA parts need all of their
     slots at once.

@@ -352,7 +352,7 @@ def covering_mla_configs() -> list[MlaConfig]:
         (unrotated, TOPK, 16),
         (narrow, PAGES64, 16),
     ]
-    # Products of 8 bits: fetches equal the 16-bit ones, and depend on the width alone.
+    # fp8 MMA: fetches equal the 16-bit ones, and depend on the width alone.
     fp8_chosen = [
         *((wide, fetch, rows) for fetch in (PAGES16, TOPK) for rows in (64, 16)),
         (wide, ROWS, 64),

@@ -170,7 +170,7 @@ def test_long_sums(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256)], ids=str)
 def test_error_does_not_grow_with_keys(dims: tuple[int, int]) -> None:
-    """Products of 8 bits are summed with 13 to 14 bits of mantissa until promotion."""
+    """fp8 MMA sums products with 13 to 14 bits of mantissa until promotion."""
     errors = {}
     for keys in (4096, 131_072):
         data = batch(dims, "cuda", q_lens=[64], kv_lens=[keys])
