@@ -232,7 +232,8 @@ def _reason_of_mla(fault: Fault, kernel: Kernel) -> str:
             return "only tensor memory changes hands, and tcgen05.fence orders it"
         if _next(kernel, pc, ("fence.release", "tcgen05.commit")).startswith("fence.release") and pc > products[-1]:
             return "the relay tells of Q before it tells of K, with a fence that covers both"
-    if fault.kind == "drop fence.acquire" and _next(kernel, pc, ("fence.acquire", "tcgen05.mma")) != "tcgen05.mma":
+    covers = _next(kernel, pc, ("fence.acquire", "tcgen05.mma")).startswith("fence.acquire")
+    if fault.kind == "drop fence.acquire" and covers:
         return "another wait follows before the next product, and its fence covers both"
     if fault.kind == "drop global store":
         if fault.text.endswith("], 0"):
