@@ -136,6 +136,18 @@ class Fp8MlaBatch(MlaBatch):
             k.copy_(k.to(E4M3))
         return self
 
+    @classmethod
+    def with_light_keys(cls, heads: int) -> Fp8MlaBatch:
+        """Return a request with 128 heavy keys whose values are 0. The other 512 keys are lighter by e^18, at the scale
+        1 / sqrt(192)."""
+        data = cls([1], [640], heads=heads, device="cpu")
+        data.q.zero_()
+        data.q[..., -1] = 1.0
+        data.k[0][:, 0, -1] = 0.0
+        data.k[0][:128, 0, -1] = 256.0
+        data.k[0][:128, 0, :512] = 0.0
+        return data.keep()
+
     def expected_mla(self, *, sinks: torch.Tensor | None = None, scale: float | None = None) -> Fp8Expected:
         parts = [self._expected(i, sinks, self.scale if scale is None else scale) for i in range(self.size)]
         return Fp8Expected(*map(torch.cat, zip(*(part for part in parts if len(part[0])), strict=True)))
