@@ -70,7 +70,7 @@ NOTES = """\
 1. A model, not a measurement, predicts 80 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
    ([blackwell.md](docs/kernels/blackwell.md)).
 2. Head dims of (9), and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens and head dim 128. Others use
-   `mma.sync`, where fp8 is no faster than bf16: 0.65 of the bf16 rate on an H200.
+   `mma.sync`, which runs fp8 at 0.65 of the bf16 rate on an H200.
 3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.
 4. Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 8 rows, and `wgmma` for
    more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and head dim 512 uses `wgmma` alone.
