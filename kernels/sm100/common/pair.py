@@ -131,19 +131,16 @@ class PairRing:
     own: Ring
     relayed: LeaderRing  # full when the other CTA's stage is
 
-    @staticmethod
-    def of(own: Ring, relayed: Ring) -> "PairRing":
-        return PairRing(own, LeaderRing.of(relayed))
+    @classmethod
+    def of_tiles(cls, rings) -> "list[PairRing]":
+        """Return the rings of Q, K and V."""
+        pairs = ((rings.q, rings.relayed_q), (rings.k, rings.relayed_k), (rings.v, rings.relayed_v))
+        return [cls(own, LeaderRing.of(relayed)) for own, relayed in pairs]
 
-    def wait_full(self, step) -> None:
+    def take(self, step) -> None:
         """Wait, in the leader, until the stage is full in both CTAs."""
         self.own.wait_full(step)
         self.relayed.wait_for_both(step)
-
-    def relay(self, step) -> None:
-        """Tell the leader, once the stage is full in this CTA."""
-        self.own.wait_full(step)
-        self.relayed.fill(step)
 
     def release(self, step) -> None:
         release_to_both(self.own, step)
@@ -159,3 +156,13 @@ class PairRing:
         """Wait until all stages used before ``step`` have been released in this CTA."""
         for stage in range(self.stages):
             self.own.wait_empty(step + stage)
+
+
+@device_struct
+class RelayRing(PairRing):
+    """The same ring in the other CTA, whose relay takes the tiles in the leader's order."""
+
+    def take(self, step) -> None:
+        """Tell the leader, once the stage is full in this CTA."""
+        self.own.wait_full(step)
+        self.relayed.fill(step)

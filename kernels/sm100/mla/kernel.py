@@ -21,7 +21,7 @@ from hopwell.kernels.parts.rows.softmax import OnlineSoftmax, TileSoftmax
 from hopwell.kernels.sm90.decode.base import DecodeKernel
 from hopwell.kernels.sm90.mla.key_halves import LatentKernel, LatentLogits
 from hopwell.kernels.sm100.common import pair, tmem
-from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing
+from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing, RelayRing
 from hopwell.kernels.sm100.mla.config import CTA_ROWS, CTAS, KEYS, ROLES, Sm100MlaConfig
 from hopwell.kernels.sm100.mla.correction import Correction
 from hopwell.kernels.sm100.mla.dequantize import Dequantize
@@ -86,8 +86,8 @@ class MlaSm100(LatentKernel, DecodeKernel):
     Tensor memory: at head dim 576/512 S has 64 columns, O 256 and Q 192 in 16 bits, 160 in e4m3. Shared memory there:
     Q 72 KiB, K 72, V 64, P 16 in 16 bits; in e4m3 Q 40 KiB, two steps of K 40 and V 32, P 8.
 
-    Once in a work tile, ``tcgen05.cp`` copies the first boxes of Q to tensor memory in both CTAs. Of head dim 576 these
-    are six of nine boxes in 16 bits, and all five in e4m3. Products read the others from shared memory.
+    ``tcgen05.cp`` copies the first boxes of Q to tensor memory in both CTAs, once in a work tile. At head dim 576 it
+    copies six of nine boxes in 16 bits, and all five in e4m3. Products read the other boxes from shared memory.
 
     In e4m3 each step has references of its own, see TileSoftmax, and O is rescaled in nearly every step.
 
@@ -279,13 +279,11 @@ class MlaSm100(LatentKernel, DecodeKernel):
 
     @cute.jit
     def run_mma(self, rank, tiles, rings, work_queue, p_ring, s_ring, o_ring, tensor_memory):
-        loaded = [PairRing.of(rings.q, rings.relayed_q), PairRing.of(rings.k, rings.relayed_k)]
-        order = (self, work_queue, *loaded, PairRing.of(rings.v, rings.relayed_v), p_ring)
         if rank == pair.LEADER:
-            operands = Products.operands(self.config, tiles)
-            Products(*order, s_ring, o_ring, **operands, tensor_memory=tensor_memory).run()
+            order = (self, work_queue, *PairRing.of_tiles(rings), p_ring, s_ring, o_ring)
+            Products(*order, **Products.operands(self.config, tiles), tensor_memory=tensor_memory).run()
         else:
-            Relay(*order).run()
+            Relay(self, work_queue, *RelayRing.of_tiles(rings), p_ring).run()
 
     @cute.jit
     def run_invariant(self, warp, rank, tiles, rings, work_queue, schedule, addresses, geometry, scale):

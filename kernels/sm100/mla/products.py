@@ -90,12 +90,8 @@ class PairOrder(StepOrder):
     v_ring: PairRing
     p_ring: LeaderRing
 
-    def take(self, ring: PairRing, step) -> None:
-        """Take a loaded stage."""
-        raise NotImplementedError
-
     def take_q(self, work) -> None:
-        self.take(self.q_ring, work)
+        self.q_ring.take(work)
 
     def drain(self, work, step) -> None:
         """Wait until all stages have been released in this CTA: its shared memory must not go before the arrivals."""
@@ -107,20 +103,17 @@ class PairOrder(StepOrder):
 
 @device_struct(frozen=True)
 class Relay(PairOrder):
-    """The other CTA's mma warp: tells the leader when a stage is full here."""
-
-    def take(self, ring: PairRing, step) -> None:
-        ring.relay(step)
+    """The other CTA's mma warp: its rings tell the leader when a stage is full here."""
 
     @cute.jit
     def scores(self, work, step):
         for i in cutlass.range(self.k_stages, unroll=1):
-            self.take(self.k_ring, step * self.k_stages + i)
+            self.k_ring.take(step * self.k_stages + i)
 
     @cute.jit
     def output(self, step, accumulate):
         for i in cutlass.range(self.v_stages, unroll=1):
-            self.take(self.v_ring, step * self.v_stages + i)
+            self.v_ring.take(step * self.v_stages + i)
 
 
 @device_struct(frozen=True)
@@ -143,9 +136,6 @@ class Products(PairOrder):
         return dict(
             v=v, **{name: SharedOperand.of(*tile, BLOCK_COLUMNS, columns_first=False) for name, tile in blocks.items()}
         )
-
-    def take(self, ring: PairRing, step) -> None:
-        ring.wait_full(step)
 
     @cute.jit
     def give_back_q(self, work):
@@ -191,7 +181,7 @@ class Products(PairOrder):
         place = self.tensor_memory + self.kernel.config.columns.first("s")
         mma = Mma(self.kernel.dtype, KEYS, CTAS * CTA_ROWS, ctas=CTAS)
         stage, block = step * self.k_stages + i, self.q_ring.stage(work) * self.k_stages + i
-        self.take(self.k_ring, stage)
+        self.k_ring.take(stage)
         tmem.after_signal()
         with cute.arch.elect_one():
             q = TensorOperand(self.q_place(i)) if const_expr(in_tmem) else self.q.at(block)
@@ -209,7 +199,7 @@ class Products(PairOrder):
         mma = Mma(self.kernel.dtype, PRODUCT_COLUMNS, CTAS * CTA_ROWS, n_major_b=True, ctas=CTAS)
         for i in cutlass.range(self.v_stages, unroll=1):
             stage, adds = step * self.v_stages + i, accumulate if i < products else Int32(1)
-            self.take(self.v_ring, stage)
+            self.v_ring.take(stage)
             tmem.after_signal()
             with cute.arch.elect_one():
                 columns = place + i % products * (PRODUCT_COLUMNS // CTAS)

@@ -23,11 +23,11 @@ HALVES = 2  # of a step's keys: two softmax threads share a row
 SOFTMAX_REGISTERS, OTHER_REGISTERS = 104, 32
 
 
-def _roles(softmax: int, **more: Role) -> RoleTable:
-    """Return the roles with ``softmax`` registers for a thread of softmax."""
+def _roles(softmax: int, others: int = OTHER_REGISTERS, q_tiles: int = Q_TILES, **more: Role) -> RoleTable:
+    """Return the roles of a CTA with ``q_tiles`` query tiles. A thread has ``softmax`` or ``others`` registers."""
     warps = dict(correction=4, mma=1, load_k=1, load_v=1, load_q=1)
-    others = {name: Role(count, OTHER_REGISTERS) for name, count in warps.items()}
-    return RoleTable(dict(softmax=Role(WARPS * Q_TILES * HALVES, softmax)) | others | more)
+    rest = {name: Role(count, others) for name, count in warps.items()}
+    return RoleTable(dict(softmax=Role(WARPS * q_tiles * HALVES, softmax)) | rest | more)
 
 
 # Four warpgroups compute softmax: each thread has half of a row of scores. One warpgroup corrects and stores O, 16
@@ -42,16 +42,7 @@ ROLES = _roles(SOFTMAX_REGISTERS)
 # dequantization of NVFP4 has 33 instructions for spills, and with these 2 (2026-11-27).
 DEQUANT_ROLES = _roles(96, dequantize=Role(4, 56))
 # A CTA of a pair has one query tile. The sum equals the registers of 512 threads at launch.
-PAIR_ROLES = RoleTable(
-    dict(
-        softmax=Role(WARPS * HALVES, 176),
-        correction=Role(4, 80),
-        mma=Role(1, 80),
-        load_k=Role(1, 80),
-        load_v=Role(1, 80),
-        load_q=Role(1, 80),
-    )
-)
+PAIR_ROLES = _roles(176, 80, q_tiles=1)
 
 
 def _tile(n: int, kv_stages: int, q_stages: int = Q_TILES) -> Tile:
@@ -65,7 +56,7 @@ def _tile(n: int, kv_stages: int, q_stages: int = Q_TILES) -> Tile:
 _TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 2), (192, 128): _tile(96, 2)}
 # 8-bit rows of 64 columns fill half of a swizzled row, so head dim 64 has the tiles of 128.
 _FP8_TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 4), (192, 128): _tile(128, 2)}
-# Of pairs: two stages of 16 bits fill shared memory at head dim 256.
+# Pairs have two stages in 16 bits, which fill shared memory at head dim 256.
 _PAIR_TILE, _FP8_PAIR_TILE = _tile(128, 2, q_stages=1), _tile(128, 4, q_stages=1)
 # Columns of V that a CTA of a pair has are whole vectors of 16 bytes, in 8 bits too.
 PAIR_DIMS = tuple((d, d) for d in range(160, MOST + 1, 32))

@@ -24,12 +24,12 @@ from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm90.common.dequant import Conversion
 from hopwell.kernels.sm90.common.kernel import kv_edges_in_place, loading_ring
 from hopwell.kernels.sm100.common import pair, tmem
-from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing
+from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing, RelayRing
 from hopwell.kernels.sm100.common.resources import CTAS
 from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, S_STAGES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.correction import Correction
 from hopwell.kernels.sm100.prefill.pairs import PairProducts, PairSchedule, Relay
-from hopwell.kernels.sm100.prefill.products import Products
+from hopwell.kernels.sm100.prefill.products import Products, operands
 from hopwell.kernels.sm100.prefill.schedule import LoadingSchedule
 from hopwell.kernels.sm100.prefill.skip import SkippingSoftmax
 from hopwell.kernels.sm100.prefill.softmax import EXCHANGED_BYTES, Fp8PackedSoftmax, PackedSoftmax, Softmax
@@ -107,7 +107,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     def roles(self) -> dict[str, int]:
         warps = {name: role.warps for name, role in self.config.roles.roles.items()}
         softmax, others = warps["softmax"] // self.config.q_tiles, sum(warps.values()) - 1
-        both = {f"{name} of both": CTAS * count for name, count in (("softmax", softmax), ("correction", 4))}
+        both = {"softmax of both": CTAS * softmax, "correction of both": CTAS * warps["correction"]}
         one = {"first half": softmax // HALVES, "relay": 1, "all others": others}
         return warps | {"softmax": softmax} | both | one
 
@@ -258,23 +258,17 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             return LoadingSchedule(*parts)
         return PairSchedule(*parts, pair.rank(), LeaderRing.of(rings.ticket), ticket)
 
+    @cute.jit
     def run_mma(self, tiles, rings, work_queue, leader_rings, tensor_memory, pending) -> None:
         """Run the mma warp."""
-        if self.config.is_pair:
-            self.run_pair(tiles, rings, work_queue, leader_rings, tensor_memory)
+        if const_expr(not self.config.is_pair):
+            Products(self, rings, *operands(self, tiles), tensor_memory, pending).run(work_queue)
         else:
-            Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
-
-    @cute.jit
-    def run_pair(self, tiles, rings, work_queue, leader_rings, tensor_memory) -> None:
-        """Run the mma warp of a CTA of a pair."""
-        own, relayed = (rings.q, rings.k, rings.v), (rings.relayed_q, rings.relayed_k, rings.relayed_v)
-        order = (self, work_queue, *map(PairRing.of, own, relayed))
-        if pair.rank() == pair.LEADER:
-            operands = PairProducts.operands(self, tiles)
-            PairProducts(*order, *leader_rings, **operands, tensor_memory=tensor_memory).run()
-        else:
-            Relay(*order).run()
+            if pair.rank() == pair.LEADER:
+                order = (self, work_queue, *PairRing.of_tiles(rings), *leader_rings)
+                PairProducts(*order, *operands(self, tiles), tensor_memory).run()
+            else:
+                Relay(self, work_queue, *RelayRing.of_tiles(rings)).run()
 
     def run_softmax(
         self, parts, pending, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax

@@ -34,7 +34,7 @@ class PairOrder:
         while tile.exists:
             steps = tile.keys.end - tile.keys.begin
             if not has_scores:
-                self.take(self.q_ring, work)
+                self.q_ring.take(work)
                 if steps == 0:
                     self.give_back_q(work)
                 else:
@@ -47,7 +47,7 @@ class PairOrder:
             following_steps = following.keys.end - following.keys.begin
             has_scores = (steps > 0) & following.exists & (following_steps > 0)
             if has_scores:
-                self.take(self.q_ring, work + 1)
+                self.q_ring.take(work + 1)
                 self.scores(kv_step + 1, work + 1, following_steps == 1)
             if steps > 0:
                 self.output(kv_step, (steps > 1).to(Int32))
@@ -57,10 +57,6 @@ class PairOrder:
         # The shared memory of a CTA that has exited cannot take the arrivals.
         for ring, step in ((self.q_ring, work), (self.k_ring, kv_step), (self.v_ring, kv_step)):
             ring.drain(step)
-
-    def take(self, ring: PairRing, step) -> None:
-        """Take a loaded stage."""
-        raise NotImplementedError
 
     def give_back_q(self, work) -> None:
         """Release Q of a work tile without keys."""
@@ -76,16 +72,13 @@ class PairOrder:
 
 @device_struct(frozen=True)
 class Relay(PairOrder):
-    """The other CTA's mma warp: tells the leader when a stage is full here."""
-
-    def take(self, ring: PairRing, step) -> None:
-        ring.relay(step)
+    """The other CTA's mma warp: its rings tell the leader when a stage is full here."""
 
     def scores(self, kv_step, work, is_last) -> None:
-        self.take(self.k_ring, kv_step)
+        self.k_ring.take(kv_step)
 
     def output(self, kv_step, accumulate) -> None:
-        self.take(self.v_ring, kv_step)
+        self.v_ring.take(kv_step)
 
 
 @device_struct(frozen=True)
@@ -99,19 +92,6 @@ class PairProducts(PairOrder):
     k: SharedOperand
     v: SharedOperand
     tensor_memory: Int32
-
-    @staticmethod
-    def operands(kernel, tiles) -> dict[str, SharedOperand]:
-        columns, is_first = kernel.config.layout.columns, kernel.source.columns_first
-        k_rows, v_rows = kernel.kv_rows
-        return dict(
-            q=SharedOperand.of(tiles.q, kernel.q_rows, kernel.config.layout.q_columns, columns_first=False),
-            k=SharedOperand.of(tiles.k, k_rows, columns[0], is_first),
-            v=SharedOperand.of(tiles.v, v_rows, columns[1], is_first, reduces_rows=True),
-        )
-
-    def take(self, ring: PairRing, step) -> None:
-        ring.wait_full(step)
 
     @cute.jit
     def give_back_q(self, work):
@@ -130,7 +110,7 @@ class PairProducts(PairOrder):
     @cute.jit
     def scores(self, kv_step, work, is_last):
         """Issue S of a step. P of the step before last was there, and its product has been issued before."""
-        self.take(self.k_ring, kv_step)
+        self.k_ring.take(kv_step)
         tmem.after_signal()
         with cute.arch.elect_one():
             q, k = self.q.at(self.q_ring.stage(work)), self.k.at(self.k_ring.stage(kv_step))
@@ -145,7 +125,7 @@ class PairProducts(PairOrder):
         """Issue O += P V of a step in two parts. The first part needs the first columns of P of both halves, and O that
         may be added to; the second needs all of P."""
         early, keys = self.kernel.config.early_keys, self.kernel.config.half_keys
-        self.take(self.v_ring, kv_step)
+        self.v_ring.take(kv_step)
         self.s_ring.wait_released_by_both(kv_step + self.s_ring.stages)
         self.o_ring.wait_released_by_both(kv_step + self.o_ring.stages)
         tmem.after_signal()

@@ -12,6 +12,15 @@ from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, 
 from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILES
 
 
+def operands(kernel, tiles) -> tuple[SharedOperand, SharedOperand, SharedOperand]:
+    """Return the operands Q, K and V in the shared memory of a CTA."""
+    layout, columns_first, (k_rows, v_rows) = kernel.config.layout, kernel.source.columns_first, kernel.kv_rows
+    q = SharedOperand.of(tiles.q, kernel.q_rows, layout.q_columns, columns_first=False)
+    k = SharedOperand.of(tiles.k, k_rows, layout.operand_columns[0], columns_first)
+    v = SharedOperand.of(tiles.v, v_rows, layout.operand_columns[1], columns_first, reduces_rows=True)
+    return q, k, v
+
+
 @device_struct(frozen=True)
 class Products:
     kernel: Any  # the PrefillSm100: configuration only
@@ -21,14 +30,6 @@ class Products:
     v: SharedOperand
     tensor_memory: Int32
     pending: Int32  # as in SkippingSoftmax
-
-    @staticmethod
-    def create(kernel, tiles, rings, tensor_memory, pending) -> "Products":
-        c, n, columns_first = kernel.config, kernel.tile.n, kernel.source.columns_first
-        q = SharedOperand.of(tiles.q, kernel.q_rows, c.layout.q_columns, columns_first=False)
-        k = SharedOperand.of(tiles.k, n, c.layout.operand_columns[0], columns_first)
-        v = SharedOperand.of(tiles.v, n, c.layout.operand_columns[1], columns_first, reduces_rows=True)
-        return Products(kernel, rings, q, k, v, tensor_memory, pending)
 
     @cute.jit
     def run(self, work_queue):
