@@ -46,9 +46,8 @@ MASKS = {mask.kind: mask for mask in (FULL, CAUSAL, window(70), chunked(64))}
 ROUNDING_OF_FEW_ROWS = 1.5 * WHOLE_ERROR
 PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, TOPK: 16}
 PREFILL = dict(q_lens=[70, 3], kv_lens=[130, 80], heads=4, kv_heads=2, head_dim=64, device="cpu")
-
-
-BLACKWELL_PREFILL = PREFILL | dict(head_dim=192)  # tcgen05 serves head dims up to 128 there
+# On Blackwell tcgen05 serves narrow caches up to head dim 128, and others at 192 too.
+BLACKWELL_PREFILL, BLACKWELL_WIDE_PREFILL = PREFILL | dict(head_dim=192), PREFILL | dict(head_dim=176)
 
 
 def pages(size: int | None) -> tuple[KvFetch, int]:
@@ -96,8 +95,9 @@ def in_schedules(launch: Callable[[], torch.Tensor], arch: str) -> torch.Tensor:
 
 
 def run_prefill(cell: Cell, arch: str) -> None:
-    sizes: dict[str, Any] = PREFILL if arch == ARCH else BLACKWELL_PREFILL
     mask, size, (dtype, kv_type) = MASKS[cell.mask], PAGE_SIZES[cell.pages], cell.types
+    on_blackwell = BLACKWELL_WIDE_PREFILL if kv_type is KvType.WIDE else BLACKWELL_PREFILL
+    sizes: dict[str, Any] = PREFILL if arch == ARCH else on_blackwell
     if kv_type is KvType.NVFP4:
         run_nvfp4(cell, arch)
         return
@@ -256,6 +256,7 @@ def test_every_cell(cell: Cell) -> None:
 # memory. Masks and pages share their code, so each kind of operands runs with one of each.
 _PREFILL, _DECODE = Family.PREFILL, Family.DECODE
 BLACKWELL_CELLS = [
+    Cell(_PREFILL, BF16, MaskKind.CAUSAL, CONTIGUOUS, score=ScoreKind.CAPPED_ALIBI),
     Cell(_PREFILL, BYTES, MaskKind.CAUSAL, PAGES16, "e4m3"),
     Cell(_PREFILL, ("bf16", KvType.E4M3), MaskKind.SLIDING_WINDOW, PAGES64),
     Cell(_PREFILL, ("bf16", KvType.NVFP4), MaskKind.CAUSAL, ROWS),
