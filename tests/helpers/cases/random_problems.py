@@ -87,12 +87,14 @@ class Draw:
         return chosen
 
     def head_dims(self, choices: Any) -> tuple[int, int]:
-        """Return head dims, mostly common ones or head dims of CTA pairs. An architecture may have more kinds of
-        kernels there."""
+        """Return head dims, in two of five cases common ones or head dims of CTA pairs. An architecture may have more
+        kinds of kernels there."""
         choices = list(choices)
         common = [dims for dims in choices if dims in support.COMMON_HEAD_DIMS]
         pairs = [dims for dims in choices if dims in PAIR_DIMS]
-        return self.for_kernel("dims", self.for_kernel("kind of dims", (common, common, pairs, choices)) or choices)
+        return self.for_kernel(
+            "dims", self.for_kernel("kind of dims", (common, pairs, choices, choices, choices)) or choices
+        )
 
     def maybe(self, name: str, odds: float = 0.5) -> bool:
         self.noted[name] = happens = self._random.random() < odds
