@@ -71,9 +71,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ``bmm2_scale``. A row without visible keys gives 0.
 
     With 16-bit queries, 8-bit keys are dequantized to 16 bits, and results are bitwise equal to the results of a 16-bit
-    cache with the same values. With e4m3 queries and cache both products multiply float8_e4m3fn on Hopper: softmax
-    weights are rounded to e4m3, relative to the largest of 64 or 128 keys. On other architectures e4m3 queries are
-    dequantized to bfloat16.
+    cache with the same values. With e4m3 queries and cache both products multiply float8_e4m3fn on Hopper, B200 and
+    B300. Softmax weights are then rounded to e4m3, relative to the largest of 64 or 128 keys. On RTX GPUs the call
+    casts e4m3 queries to bfloat16.
 
     Results never depend on max_seq_len, and the same call always gives the same bits. With up to 16 rows (heads times
     new tokens), or under ``hopwell.batch_invariant(True)``, results do not depend on the other requests of the batch
@@ -92,8 +92,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             requests. With ``cum_seq_lens_q`` [tokens, num_heads, ...].
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...] in the dtype of
             query, or in float8_e4m3fn with queries of any dtype. With bfloat16 queries also uint8 [..., 656], rows of
-            512 float8_e4m3fn with four float32 scales and 64 bfloat16, see ``hopwell.layouts.mla_rows``. page_size is 1
-            to 1024.
+            512 float8_e4m3fn with four float32 scales and 64 bfloat16, see ``hopwell.layouts.mla_rows``. Pages may have
+            any size.
         workspace_buffer: contiguous memory of any dtype and content for partial results, best ``mla_workspace_bytes``
             bytes or more; the kernel uses its last bytes. Calls that may run at the same time need one buffer each. If
             it is too small, hopwell uses its own memory, one allocation for each device and stream. CUDA graphs
