@@ -16,7 +16,7 @@ from cutlass import Int32
 from helpers.host.warps import SchedulingWarp, device_tuple, host
 
 from hopwell.kernels.config.splitting import FRACTIONS, ROWS, SNAP_STEPS, LaunchSizes
-from hopwell.kernels.config.splitting import cta_parts as count_portions
+from hopwell.kernels.config.splitting import cta_parts as parts_of_tiles
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.parts.core import device
@@ -71,7 +71,7 @@ class Batch:
         sizes = dict(kv_heads=1, batch=len(self.kv_lens), group=self.group, capacity=2**31 - 1)
         sizes |= dict(tokens=sum(self.q_lens) + self.padding)
         sizes |= dict(q_len=max(self.q_lens), row_tiles=self.row_tiles, topk=self.topk, grid=self.ctas)
-        sizes |= dict(cta_parts=count_portions(self.row_tiles, self.ctas))
+        sizes |= dict(cta_parts=parts_of_tiles(self.row_tiles, self.ctas))
         g = device_tuple(DecodeGeometry, **sizes)
         kind = TopkCtaPartSchedule if self.topk else CtaPartSchedule
         return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, ScheduleHooks())
@@ -194,7 +194,7 @@ def test_every_step_is_in_one_work_tile(name: str, memory: Memory, monkeypatch: 
             == EVENLY_CUT[name]
         )
     assert len(set(numbered)) == len(numbered)
-    assert not numbered or 0 <= min(numbered) <= max(numbered) < 2 * count_portions(of_chunk, batch.ctas) * of_chunk
+    assert not numbered or 0 <= min(numbered) <= max(numbered) < 2 * parts_of_tiles(of_chunk, batch.ctas) * of_chunk
 
 
 def test_cta_parts_are_equal(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_cta_parts_are_equal(memory: Memory, monkeypatch: pytest.MonkeyPatch) ->
 def test_every_partial_has_a_slot(ctas: int) -> None:
     """No partial waits for a slot, and most CTAs have work, for any number of row tiles."""
     for row_tiles in range(1, 4 * ctas):
-        places = count_portions(row_tiles, ctas) * row_tiles
+        places = parts_of_tiles(row_tiles, ctas) * row_tiles
         assert places == row_tiles or 2 * places <= LaunchSizes(row_tiles * ROWS, 1, 512, 1, ctas, True, True).slots
         assert places >= 0.49 * -(-places // ctas) * ctas
 

@@ -36,8 +36,9 @@ FOLDERS = (*SOURCES, "emulator", "perf", "examples", "docs", "tests")
 
 
 def pages() -> list[str]:
-    """Return the hand-written pages; ``perf/results`` is generated."""
+    """Return the hand-written pages; the others in ``perf/results`` are generated."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "emulator").rglob("*.md")]
+    found.append(ROOT / "perf" / "results" / "README.md")
     return sorted(str(page.relative_to(ROOT)) for page in found)
 
 

@@ -19,6 +19,7 @@ from hopwell.kernels.capability.features import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "perf" / "results" / "README.md"
 DEMO = (demo.Prefill, demo.Decode, demo.MlaDecode)
 ENTRIES = [batch.ENTRY for batch in DEMO]
 
@@ -122,8 +123,19 @@ def test_demo_is_emulated_without_kernels_for_the_gpu(
 
 
 def test_links_lead_somewhere() -> None:
-    """Links and pictures to files of this repository, in the README and the documents, exist."""
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    """Links and pictures to files of this repository, in hand-written documents, exist."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md"), RESULTS]
     for document in documents:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_each_folder_of_results_is_explained() -> None:
+    folders = {str(file.parent.relative_to(RESULTS.parent)) for file in RESULTS.parent.rglob("*.md")} - {
+        ".",
+        "h100",
+        "h200",
+    }
+    named = re.findall(r"`([\w/]+)`", RESULTS.read_text())
+    assert [name for name in named if not (RESULTS.parent / name).is_dir()] == []
+    assert {folder for folder in folders if not any(f"{folder}/".startswith(f"{name}/") for name in named)} == set()
