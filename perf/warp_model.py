@@ -55,7 +55,7 @@ class Card:
     """A card and its rates.
 
     ``sms``, ``clock`` and ``products``, the FLOP per cycle and SM by kind, are assumptions that give the published
-    TFLOP/s.
+    TFLOP/s. ``published`` has one fact of a source each, in Markdown.
     """
 
     name: str
@@ -63,50 +63,67 @@ class Card:
     clock: float  # Hz
     memory_bytes: float  # per second
     products: Mapping[str, int]
-    published: str
+    published: tuple[str, ...]
+
+    @property
+    def sources(self) -> str:
+        """The published facts as a list in Markdown, under the card's name."""
+        return "\n".join([f"**{self.name}**\n", *(f"* {fact}" for fact in self.published)])
 
 
 CARDS = (
     Card(
         "RTX PRO 6000", 188, 2.617e9, 1792e9, _FULL | _SCALED,
-        "24064 CUDA cores, 1792 GB/s, and 4000 TFLOP/s of 4 bits with sparsity (NVIDIA's data sheet, "
-        "https://www.nvidia.com/content/dam/en-zz/Solutions/data-center/rtx-pro-6000-blackwell-workstation-edition/workstation-blackwell-rtx-pro-6000-workstation-edition-nvidia-us-3519208-web.pdf,"
-        " copied by https://github.com/atineoSE/coding-model-seeks-gpu). The boost clock is 2.617 GHz, and the 4-bit "
-        "rate less rounded 4030.4 TFLOP/s (Table 4 of NVIDIA RTX Blackwell PRO GPU Architecture, "
-        "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf,"
-        " as others quote it). Without sparsity this is 4096 FLOP of 4 bits a cycle and multiprocessor. In bfloat16 "
-        "it is 1024, by NVIDIA's 467.8 TFLOP/s at 2.43 GHz for the Server Edition "
-        "(https://github.com/ai-dynamo/aiconfigurator, rtx_pro_6000_server.yaml). That edition has 1597 GB/s",
+        (
+            "24064 CUDA cores, 1792 GB/s, and 4000 TFLOP/s in 4 bits with sparsity ([NVIDIA's data sheet]("
+            "https://www.nvidia.com/content/dam/en-zz/Solutions/data-center/rtx-pro-6000-blackwell-workstation-edition/workstation-blackwell-rtx-pro-6000-workstation-edition-nvidia-us-3519208-web.pdf"
+            "), in a [copy](https://github.com/atineoSE/coding-model-seeks-gpu)).",
+            "Boost clock 2.617 GHz, and 4030.4 TFLOP/s in 4 bits with sparsity, less rounded (Table 4 of "
+            "[NVIDIA RTX Blackwell PRO GPU Architecture]("
+            "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf"
+            "), as others quote it). Without sparsity this is 4096 FLOP in 4 bits a cycle and SM.",
+            "467.8 TFLOP/s in bfloat16 at 2.43 GHz for the Server Edition, which is 1024 FLOP a cycle and SM. That "
+            "edition has 1597 GB/s ([aiconfigurator](https://github.com/ai-dynamo/aiconfigurator), "
+            "rtx_pro_6000_server.yaml).",
+        ),
     ),
     Card(
         "RTX 5090", 170, 2.407e9, 1792e9, _HALVED | _SCALED,
-        "170 multiprocessors, a boost clock of 2.407 GHz, 1792 GB/s, and 209.5 TFLOP/s of 16 bits accumulated in "
-        "float32. The source is NVIDIA RTX Blackwell GPU Architecture V1.1, pages 46 and 47, "
-        "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf,"
-        " quoted by https://github.com/gau-nernst/learn-cuda and others. A smaller GeForce card was measured at 51, "
-        "102 and 202 TFLOP/s of 16 bits, 8 bits and block-scaled 8 bits "
-        "(https://github.com/flashinfer-ai/flashinfer/issues/3628). An RTX 5060 Ti of 36 multiprocessors at 2.57 GHz "
-        "was measured at 47 TFLOP/s of bfloat16, which is 508 FLOP a cycle and multiprocessor. In cuBLAS it reached "
-        "185 of e4m3 and 342 of NVFP4 (https://github.com/QuantumDrizzy/BLACKWALL). Block-scaled 4 bits were "
-        "measured at 4096 FLOP a cycle (https://github.com/Neroued/ninfer/pull/160)",
+        (
+            "170 SMs, boost clock 2.407 GHz, 1792 GB/s, and 209.5 TFLOP/s in 16 bits accumulated in float32 (pages 46 "
+            "and 47 of [NVIDIA RTX Blackwell GPU Architecture V1.1]("
+            "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+            "), as [learn-cuda](https://github.com/gau-nernst/learn-cuda) and others quote it).",
+            "A smaller GeForce card: 51, 102 and 202 TFLOP/s measured in 16 bits, 8 bits and block-scaled 8 bits "
+            "([flashinfer #3628](https://github.com/flashinfer-ai/flashinfer/issues/3628)).",
+            "An RTX 5060 Ti with 36 SMs at 2.57 GHz: 47 TFLOP/s measured in bfloat16, which is 508 FLOP a cycle and "
+            "SM. In cuBLAS 185 in e4m3 and 342 in NVFP4 ([BLACKWALL](https://github.com/QuantumDrizzy/BLACKWALL)).",
+            "Block-scaled 4-bit MMA: 4096 FLOP a cycle measured ([ninfer #160]("
+            "https://github.com/Neroued/ninfer/pull/160)).",
+        ),
     ),
     Card(
         "DGX Spark", 48, 2.5e9, 273e9, _FULL | _SCALED,
-        "48 multiprocessors and 273 GB/s (https://github.com/NVIDIA/dgx-spark-playbooks, nvidia/cutile-kernels), and "
-        "1000 TFLOP/s of 4 bits with sparsity (https://docs.nvidia.com/dgx/dgx-spark/hardware.html, as others quote "
-        "it). The clock is assumed so that half of these come out. NVIDIA publishes no rate of 16 bits, and "
-        "measurements disagree. By one thread of its forum a loop of nothing but products gave 213 TFLOP/s of 16, "
-        "214 of 8 and 427 of 4 bits. Large matrix products gave 100 of bfloat16 and 208 of 8 bits "
-        "(https://forums.developer.nvidia.com/t/detailed-compute-performance-metrics-for-dgx-spark/351993, as others "
-        "quote it). Others measured 92 of 16 bits, and 218 GB/s (https://github.com/huggingface/kernels/pull/283). "
-        "Assumed are 123, which is 1024 FLOP a cycle and multiprocessor as on the RTX PRO 6000",
+        (
+            "48 SMs and 273 GB/s ([dgx-spark-playbooks](https://github.com/NVIDIA/dgx-spark-playbooks), "
+            "nvidia/cutile-kernels).",
+            "1000 TFLOP/s in 4 bits with sparsity ([NVIDIA](https://docs.nvidia.com/dgx/dgx-spark/hardware.html), as "
+            "others quote it). The clock is assumed so that half of these come out.",
+            "16 bits: NVIDIA publishes no rate, and measurements disagree. In a [thread of its forum]("
+            "https://forums.developer.nvidia.com/t/detailed-compute-performance-metrics-for-dgx-spark/351993"
+            "), as others quote it, a loop of MMA alone gave 213 TFLOP/s in 16 bits, 214 in 8 and 427 in 4. Large "
+            "matrix products gave 100 in bfloat16 and 208 in 8 bits.",
+            "Others measured 92 TFLOP/s in 16 bits, and 218 GB/s "
+            "([kernels #283](https://github.com/huggingface/kernels/pull/283)).",
+            "Assumed: 123 TFLOP/s in 16 bits, which is 1024 FLOP a cycle and SM as on the RTX PRO 6000.",
+        ),
     ),
 )  # fmt: skip
 
 # A Hopper GPU can run the same loops, compiled for Hopper, to check the model.
 HOPPER_CARD = Card(
     "H200", 132, 1.98e9, 4800e9, {PLAIN_16: 2048},
-    "4800 GB/s and 1.98 GHz. Assumed: mma.sync has half of the rate of a warpgroup's products",
+    ("4800 GB/s and 1.98 GHz.", "Assumed: `mma.sync` has half of the rate of `wgmma`."),
 )  # fmt: skip
 
 
@@ -261,8 +278,5 @@ def report(cubin: Path, shape: Shape) -> str:
         tablefmt="github",
         disable_numparse=True,
     )
-    sources = "\n".join(
-        f"- {card.name}: assumed {card.sms} multiprocessors at {card.clock / 1e9:.3f} GHz; published {card.published}"
-        for card in CARDS
-    )
-    return f"{(__doc__ or '').strip()}\n\nCycles of a multiprocessor a step, by unit:\n\n{table}\n\n{sources}\n"
+    sources = "\n\n".join(f"{card.sources}\n* Assumed: {card.sms} SMs at {card.clock / 1e9:.3f} GHz." for card in CARDS)
+    return f"{(__doc__ or '').strip()}\n\nCycles of an SM a step, by unit:\n\n{table}\n\n{sources}\n"

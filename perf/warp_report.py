@@ -111,21 +111,23 @@ def work_of(loop: Loop, compiled_for: str = "") -> LoopWork:
     return loop_work(disassemble(artifact(config).cubin))
 
 
-INTRODUCTION = """Each cell has the share of the products' rate that a loop of prefill can reach, or of the bandwidth in
-decode and MLA. The unit that limits it follows, then the next busiest one with the share of a step that it is busy.
+INTRODUCTION = """A cell begins with the share that a loop can reach. In prefill it is the share of the MMA rate, in
+decode and MLA of the memory bandwidth. The unit that limits the loop follows. Last comes the next busiest unit, with
+the share of a step in which it is busy.
 """
-UNHIDDEN = """Measurements of the same loops on a Hopper GPU, compiled for it, beside the model's predictions. The last
-columns are the shares above if steps leave as many cycles unhidden as on Hopper.
+UNHIDDEN = """Measurements of the same loops on an H200, compiled for it, beside the model's predictions. Unhidden
+cycles are the measured cycles of a step beyond the model's. The last columns are the shares of the first table if
+these GPUs leave as many cycles unhidden.
 """
-RESOURCES = """Registers and spills that the assembler reports for these kernels. Spills are
-instructions that store or load a register.
+RESOURCES = """Registers and spills that ptxas reports for these kernels. Spills are instructions that store or load a
+register.
 """
 
 
 def report() -> str:
     """Return all tables."""
     known = [(loop, work_of(loop)) for loop in loops()]
-    published = "\n".join(f"- {card.name}: {card.published}." for card in (*CARDS, HOPPER_CARD))
+    published = "\n\n".join(card.sources for card in (*CARDS, HOPPER_CARD))
     used = resources.table(loop.config for loop in loops())
     return "\n".join([INTRODUCTION, table(known), "", UNHIDDEN, hopper(), "", published, "", RESOURCES, used]) + "\n"
 
