@@ -68,7 +68,19 @@ class Destination:
 
 
 class Append:
-    """The kernel for one type of cache."""
+    """The kernel for one type of cache. A CTA writes one token, of K or of V.
+
+    Warp roles
+        warps 0..3         all the same: a thread takes every 128th block of the token's heads
+
+    Edges: none. Blocks go through registers, and threads share nothing. The first load waits for the preceding grid
+    (programmatic dependent launch).
+
+    Steady state: memory is the limit, except for NVFP4, which instructions limit.
+
+        memory  | request, position, page id | blocks of 16 bytes | | stores of blocks, and of block scales
+        threads | waits                      | waits              | divide, round, pack | next block ...
+    """
 
     def __init__(self, config: AppendConfig):
         self.config, self.kind = config, config.kind

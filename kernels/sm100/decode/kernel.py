@@ -2,8 +2,19 @@
 
 The products are S^T = K Q^T and O^T = V^T P^T. M is 64 keys, or 64 columns of V. N is up to 64 packed rows. An
 accumulator with M = 64 is in the first 16 lanes of each warp. ``tcgen05.ld.16x256b`` loads it into the registers in
-which wgmma has it. So warp roles, softmax, masks, the tree, stream-K and the output are Hopper's code, see
-``SwapABDecodeSm90`` and ``TensorProducts``.
+which wgmma has it. So softmax, masks, the tree, stream-K and the output are Hopper's code, see ``SwapABDecodeSm90``.
+
+Warp roles
+    warps 0..3   load_k, load_v, load_q, schedule, as on Hopper
+    warps 4..7   attend  the rows of a tile, or half of them; a thread of warp 4 issues all products
+    warps 8..11  attend  the other half of the rows, with 32 and 64 rows
+
+Edges, of ``SwapABDecodeSm90`` and ``TensorProducts``
+    q     load_q -> attend    released after the segment's last leaf
+    k, v  load -> issue       16-bit tiles: released when their products are done; dequantized tiles: load -> attend
+    a     attend -> issue     dequantized tiles as operand A in tensor memory
+    s, o  issue -> attend     full when products are done; never released, see ``TensorProducts``
+    work  schedule -> all     released as soon as it has been read
 
 Tensor memory: S has a column for each row and tile of a leaf, O one for each row and 64 columns of V. With 8 rows at
 head dim 128 they take 32 columns, and with 64 rows 384. A dequantized tile takes a column for each two columns of K, or

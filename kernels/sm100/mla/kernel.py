@@ -1,4 +1,4 @@
-"""Blackwell MLA decode of more than 64 packed rows: pairs of CTAs with tcgen05, scores and output in tensor memory."""
+"""Blackwell MLA decode of more than 16 packed rows: pairs of CTAs with tcgen05, scores and output in tensor memory."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,11 +46,6 @@ FACTOR_STAGES = 2
 
 class MlaSm100(LatentKernel, DecodeKernel):
     """Attention of up to 128 packed rows by a pair of CTAs with 64 rows each, in steps of 128 keys from right to left.
-
-    A matrix instruction computes 128 rows, 64 in each CTA. Operand A, Q or P, is in each CTA for its own rows. Operand
-    B is half in each: 64 of the keys for S = Q K^T, half of the value's columns for O += P V. So a CTA reads only
-    half of K and half of V from shared memory, which is the limit of this kernel. A row of S and of O has two lanes of
-    tensor memory, 64 apart. Each lane has 64 of the keys of S and half of the value's columns of O.
 
     Warp roles, in both CTAs
         warps 0..3    softmax     a thread has 64 keys of a row, from S in tensor memory to P in shared memory
@@ -100,6 +95,11 @@ class MlaSm100(LatentKernel, DecodeKernel):
         softmax        | softmax of S(i)      P(i) | softmax of S(i+1)        P(i+1), when O is done |
         correction     |  O *= factor(i), if any row's is not 1  |        | O *= factor(i+1) ...
         load_k, load_v | boxes of V(i)             | boxes of K(i+2)    | boxes of V(i+1)         | boxes of K(i+3)
+
+    A matrix instruction computes 128 rows, 64 in each CTA. Operand A, Q or P, is in each CTA for its own rows. Operand
+    B is half in each: 64 of the keys for S = Q K^T, half of the value's columns for O += P V. So a CTA reads only
+    half of K and half of V from shared memory, which is the limit of this kernel. A row of S and of O has two lanes of
+    tensor memory, 64 apart. Each lane has 64 of the keys of S and half of the value's columns of O.
     """
 
     q_rows = CTA_ROWS

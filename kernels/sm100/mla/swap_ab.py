@@ -5,6 +5,9 @@ A tile's product with V is complete in tensor memory before it is added to O in 
 tensor memory. 8-bit keys with 16-bit queries are dequantized in shared memory, as on Hopper. In e4m3, tcgen05 reads
 V with its columns innermost (MN-major), so there is no transpose.
 
+Warp roles and edges are the ones of ``SwapABMlaSm90``. ``TensorProducts`` adds the role issue, a thread of warp 4, and
+the edges s and o. K and V are released when their products are done.
+
 Tensor memory: a column for each row of S, and for each row and 64 columns of O: 144 with 16 rows at head dim 576/512.
 
     memory         | A'                                                              | ...

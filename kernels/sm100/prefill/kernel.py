@@ -48,14 +48,14 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         warp 21           load_k      K tiles, through the KV source
         warp 22           load_v      V tiles; rows past the visible keys become zeros
         warp 23           load_q      work tiles (the query rows, the keys and their locations) and their Q tiles
-        warps 24..27      dequantize  only for narrow K and V: dequantizes their tiles in place
+        warps 24..27      dequantize  only for 8-bit and 4-bit K and V: dequantizes them in place
 
     Edges (``PrefillSm100(config).edges``); edges of query tiles have one stage per tile, factor has two
         q       load_q -> mma            released when the query tile's last S of the work tile has been computed
         k       load_k -> mma            released when both S have been computed
         v       load_v -> mma            released when both products have been added to O
-                With narrow K and V, loaded_k and loaded_v lead from the loaders to dequantize, and k and v from there
-                to mma.
+                With 8-bit and 4-bit K and V, loaded_k and loaded_v lead from the loaders to dequantize, and k and v
+                from there to mma.
         work    load_q -> all others     released as soon as it has been read
         s       mma -> softmax           released when the first columns of P of both halves have replaced it
         p       softmax -> mma           full when all columns of P have been written

@@ -8,6 +8,9 @@ All operands are float16, as in ``dequant_products.py``. Lanes read 16 adjacent 
 elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of sixteen. The order of columns in a product is free. So Q is rewritten in
 the order of the keys, once in a segment and in place.
 
+The kernel has the roles and edges of ``SwapABDecodeSm90``. K and V are released when a warp has read its last bytes of
+a tile, not when a product is done.
+
 Steady state: memory is the limit. A leaf is four tiles, A to D.
 
     memory         | K of A' to D'                               | V of A' to D'                     | ...

@@ -20,8 +20,8 @@ Edges that differ
 Steady state: the limit is that products wait for softmax and softmax waits for products.
 
     tensor cores   | left: S(A), right: S(B) |            | O += V^T P^T of A and B, both | left: S(A') ...
-    left           |         waits           | softmax, A | adds products of n slices to O | waits
-    right          |         waits           | softmax, B | adds products of n slices to O | waits
+    left           |         waits           | softmax, A | promotes n-slices of O         | waits
+    right          |         waits           | softmax, B | promotes n-slices of O         | waits
     loads          | stages released by the step before      |                               |
 """
 

@@ -32,15 +32,6 @@ from hopwell.kernels.sm90.mla.shared_steps import WARP_SUM_BYTES, SharedSteps
 class MlaSm90(LatentKernel, DecodeKernel):
     """Attention of up to 64 packed rows, in steps of two tiles of 64 keys, A and B, from right to left.
 
-    O has 64 x 512 elements, more than one warpgroup has registers for. So two warpgroups, left and right, each hold
-    half of the columns. Each computes S and P of one of a step's two tiles and passes P to the other through shared
-    memory.
-
-    A key is in shared memory once, in two halves: the left half of the value's columns, and all columns to the right of
-    them. A step is a chain: S and P of A, P of B relative to A's reference, the product with P of B. Then follows S of
-    the next A. So P of B has a tile of its own. Each half of a key is released and reloaded as soon as one warpgroup's
-    product is done. P of A overwrites the last 64 columns of A's right half, which belong to the key only.
-
     Warp roles
         warp 0 load_keys   both halves of the keys
         warp 1 load_keys   if lanes copy rows: warps 0 and 1 load half of the rows each
@@ -78,6 +69,15 @@ class MlaSm90(LatentKernel, DecodeKernel):
         left           |   waits    | softmax of A: P(A) |      waits for P(B)    | waits       | softmax of A'
         right          |        waits             | softmax of B: P(B) |        waits           |
         loads          |                          | A', left half | A', right half | B', right half | B', left half
+
+    O has 64 x 512 elements, more than one warpgroup has registers for. So two warpgroups, left and right, each hold
+    half of the columns. Each computes S and P of one of a step's two tiles and passes P to the other through shared
+    memory.
+
+    A key is in shared memory once, in two halves: the left half of the value's columns, and all columns to the right of
+    them. A step is a chain: S and P of A, P of B relative to A's reference, the product with P of B. Then follows S of
+    the next A. So P of B has a tile of its own. Each half of a key is released and reloaded as soon as one warpgroup's
+    product is done. P of A overwrites the last 64 columns of A's right half, which belong to the key only.
     """
 
     # Rows of 128 bytes: 64 columns of P of B, or in 8-bit kernels 64 columns each of P of A and of B.

@@ -3,6 +3,13 @@
 The kernel has the roles and edges of ``SwapABMlaSm90``. Its products are already transposed, so O needs no transpose at
 the end. ``fp8.py`` explains how the value gets into registers for its products. A lane holds two adjacent columns of
 every sixteen of O.
+
+Steady state: memory is the limit. Each tile has a reference of its own. P V of a half starts at zero. The half is
+released when its product is done, before the product is added to O.
+
+    memory         | A'                                                                                          | ...
+    tensor cores   | S(A)  |        |              | V^T P^T, left |      |              | V^T P^T, right |      | waits
+    attend         | waits | P of A | reads V left |     waits     | O += | reads V right |     waits     | O += | waits
 """
 
 from dataclasses import dataclass

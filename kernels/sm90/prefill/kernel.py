@@ -56,7 +56,7 @@ class PrefillSm90(PrefillLaunch, AttentionKernel):
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      Q tiles
         warp 3 schedule    work tiles: the query rows, the keys and their locations
-        last four convert  only for narrow K and V: dequantizes their tiles to 16 bits; with 8-bit Q, transposes the
+        last four convert  only for 8-bit and 4-bit K and V: dequantizes them to 16 bits; with 8-bit Q, transposes the
                            tiles of V. If the tile configuration says so, K and V have four warps each
         warps 4.. attend   consumer warpgroups, each 64 query rows from Q K^T to the output; at head dim 512 two share
                            64 rows, each with half of V's columns
