@@ -37,8 +37,8 @@ def _roles(softmax: int, others: int = OTHER_REGISTERS, q_tiles: int = Q_TILES, 
 # (2026-11-27). It pays: with one thread for each row, which has 200 registers, a step's softmax takes 1900 instead of
 # 1070 cycles (``python -m hopwell.perf model``, 2026-11-26).
 ROLES = _roles(SOFTMAX_REGISTERS)
-# Over narrow caches four more warps dequantize, and the sum equals the registers of 896 threads. Other shares spill
-# more, also with more registers for correction or dequantization. With 88, 48, 40 and 64 registers, a step's
+# Over 8-bit and 4-bit caches four more warps dequantize, and the sum equals the registers of 896 threads. Other shares
+# spill more, also with more registers for correction or dequantization. With 88, 48, 40 and 64 registers, a step's
 # dequantization of NVFP4 has 33 instructions for spills, and with these 2 (2026-11-27).
 DEQUANT_ROLES = _roles(96, dequantize=Role(4, 56))
 # A CTA of a pair has one query tile. The sum equals the registers of 512 threads at launch.
@@ -151,7 +151,7 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def dequantizes_in_place(self) -> bool:
-        """Narrow caches are dequantized in place at all head dims: shared memory has no room for further stages."""
+        """8-bit and 4-bit K and V are dequantized in place at all head dims: shared memory has no room for more stages."""
         return self.kv_type is not KvType.WIDE
 
     @property

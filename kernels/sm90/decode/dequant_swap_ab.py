@@ -45,8 +45,8 @@ MOST_COLUMNS = 256  # of K, in the tiles whose products a warp computes at a tim
 
 @dataclass
 class DequantLeafOperands(DequantProducts):
-    """Operands of narrow caches, with the interface of LeafOperands. S^T and O^T are in registers, P is in shared
-    memory. Warp w has 16 keys of each tile, and the columns of V and O given by ``columns``."""
+    """Operands of 8-bit and 4-bit caches, with the interface of LeafOperands. S^T and O^T are in registers, P is in
+    shared memory. Warp w has 16 keys of each tile, and the columns of V and O given by ``columns``."""
 
     p_tile: Int32  # address of the first tile
     s: Any  # scores of a leaf's tiles, concatenated

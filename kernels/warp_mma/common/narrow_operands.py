@@ -55,7 +55,7 @@ class NarrowOperands(WarpOperands):
 
 @device_struct
 class NarrowElements(WideElements):
-    """Base of the conversions of narrow K and V."""
+    """Base of the conversions of 8-bit and 4-bit K and V."""
 
     vector_fragments = 2  # fragments of O that a vector of V contributes to
     most_q_words = 16  # conversion needs the other registers

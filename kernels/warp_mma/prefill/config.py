@@ -76,7 +76,7 @@ def _of(dims: tuple[int, int]) -> Tile:
 
 
 class WarpPrefillLayout(PrefillLayout):
-    """Widths of prefill whose warps convert narrow K and V on the way to their products."""
+    """Widths of prefill whose warps convert 8-bit and 4-bit K and V on the way to their products."""
 
     @property
     def operand_bits(self) -> int:

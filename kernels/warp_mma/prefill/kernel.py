@@ -48,7 +48,8 @@ class PrefillSm120(PrefillSm90):
         warp B         |  maximum, 2^(S(i+1) - ...), P(i+1)       |                                          |
         load_k, load_v |  fill the stages that the step before has released
 
-    Without a convert role, each warp converts narrow K and V on the way to its products, see ``narrow_operands.py``.
+    Without a convert role, each warp converts 8-bit and 4-bit K and V on the way to its products, see
+    ``narrow_operands.py``.
     """
 
     staging_bytes = 0  # the output is staged in Q's place
