@@ -151,7 +151,7 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def dequantizes_in_place(self) -> bool:
-        """8-bit and 4-bit K and V are dequantized in place at all head dims: shared memory has no room for more stages."""
+        """8-bit and 4-bit K and V are dequantized in place at all head dims: there is no room for more stages."""
         return self.kv_type is not KvType.WIDE
 
     @property
