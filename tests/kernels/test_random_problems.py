@@ -5,12 +5,15 @@ On the emulator most of the time goes into compiling. ``--per-kernel 20`` draws 
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
+from helpers.cases.draw import Draw
+from helpers.cases.random_decode import narrow_decode
 from helpers.cases.random_problems import (
     KINDS,
-    Draw,
     context_call,
     cudnn_call,
     fmha_v2_call,
@@ -20,6 +23,7 @@ from helpers.cases.random_problems import (
 )
 
 from hopwell.kernels import registry
+from hopwell.kernels.config.base import KvType
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -66,7 +70,17 @@ def test_kernels_with_tcgen05_have_their_share(kind: Any, monkeypatch: pytest.Mo
     """MLA has no other kernels on Blackwell."""
     numbers = range(KINDS.index(kind), 4 * 16 * len(KINDS), 4 * len(KINDS))
     found = [resolved(number, monkeypatch)[0].matrix_instruction for number in numbers]
-    assert 5 <= sum("tcgen05" in instruction for instruction in found) <= 13, found
+    assert 5 <= sum("tcgen05" in instruction for instruction in found) <= 14, found
+
+
+@pytest.mark.nightly
+def test_narrow_decode_has_tcgen05_kernels_of_all_caches_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other kinds draw 8 rows or fewer over these caches, or head dims with other kernels, in most cases."""
+    numbers = range(KINDS.index(narrow_decode), 4 * 24 * len(KINDS), 4 * len(KINDS))
+    found = [resolved(number, monkeypatch)[0] for number in numbers]
+    assert all("tcgen05" in config.matrix_instruction for config in found), found
+    shares = Counter((config.kv_type, config.rows) for config in found)
+    assert set(shares) == set(itertools.product((KvType.E4M3, KvType.INT8, KvType.NVFP4), (32, 64))), shares
 
 
 @pytest.mark.nightly

@@ -130,8 +130,9 @@ def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: str
         bmm1_scale=data.scale,
         kv_layout="HND",
         q_len_per_req=q_len,
-        mask=None if q_len == 1 else problem.draft_mask.view(data.size, q_len, -1),
     )
+    if q_len > 1 and "mask" not in more:
+        arguments["mask"] = problem.draft_mask.view(data.size, q_len, -1)
     if problem.kv_scales is not None:
         arguments["kv_cache_sf"] = problem.kv_scales.key, problem.kv_scales.value
     return repeated(getattr(hopwell, f"{entry}_batch_decode_with_kv_cache"), data, arguments | more)

@@ -5,21 +5,16 @@ Lengths are around the edges of tiles and pages. Data that must not be read is N
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 
-import hopwell
-from helpers.batches.decode import NVFP4, DecodeBatch
-from helpers.batches.fp8 import WHOLE_ERROR, Fp8Batch, Fp8MlaBatch, round_keys_and_values, to_e4m3
+from helpers.batches.decode import NVFP4
+from helpers.batches.fp8 import WHOLE_ERROR, Fp8Batch, round_keys_and_values, to_e4m3
 from helpers.batches.low_precision import LowPrecisionBatch, check_nvfp4_near
-from helpers.batches.mla import MlaBatch, PackedBatch, with_topk
 from helpers.batches.prefill import (
     CAUSAL,
     FULL,
@@ -36,93 +31,19 @@ from helpers.calls.entries import (
     context,
     cudnn,
     fmha_v2,
-    mla,
-    mla_arguments,
     ragged_offsets,
     ragged_rows,
-    xqa,
 )
-from helpers.cases.decode import draft_bits
-from hopwell._calls import switches
+from helpers.cases.draw import BF16, E4M3, FP16, PAGE_SIZES, Draw
+from helpers.cases.random_decode import decode, latent, narrow_decode
 from hopwell.kernels import execute, support
-from hopwell.kernels.config import splitting
-from hopwell.kernels.jit import settings
-from hopwell.kernels.launch import geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, OutputScales, Score, ScoreKind
-from hopwell.kernels.sm100.prefill.config import PAIR_DIMS
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
 
-BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 EDGES = (0, 1, 2, 7, 8, 15, 16, 17, 31, 63, 64, 65, 95, 96, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300, 383, 520)
-PAGE_SIZES = (1, 2, 3, 4, 8, 16, 16, 24, 32, 64, 64, 96, 128, 256)
 # e4m3 rows of whole 16 bytes, as TMA needs them
 FP8_DIMS = [dims for dims in support.PREFILL_HEAD_DIMS if dims[0] % 16 == 0]
-MLA_HEADS = (1, 5, 16, 17, 64, 65, 66, 80, 96, 127, 128, 128)
-DECODE_KEYS = (0, 1, 3, 16, 63, 64, 65, 127, 128, 129, 255, 257, 511, 513, 1023, 1025, 2049, 4100)
-
-
-@dataclass
-class Draw:
-    """A source of random choices that records them, so that a failure shows its draw.
-
-    Draws with equal ``kernel`` and entry run one kernel: only their other choices differ.
-    """
-
-    number: int
-    device: str
-    kernel: int
-    noted: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._random, self._of_kernel = random.Random(self.number), random.Random(f"kernel {self.kernel}")
-
-    def one(self, name: str, choices: Any) -> Any:
-        self.noted[name] = chosen = self._random.choice(list(choices))
-        return chosen
-
-    def for_kernel(self, name: str, choices: Any) -> Any:
-        """Return a choice that decides which kernel runs."""
-        self.noted[name] = chosen = self._of_kernel.choice(list(choices))
-        return chosen
-
-    def head_dims(self, choices: Any) -> tuple[int, int]:
-        """Return head dims, in two of five cases common ones or head dims of CTA pairs. An architecture may have more
-        kinds of kernels there."""
-        choices = list(choices)
-        common = [dims for dims in choices if dims in support.COMMON_HEAD_DIMS]
-        pairs = [dims for dims in choices if dims in PAIR_DIMS]
-        return self.for_kernel(
-            "dims", self.for_kernel("kind of dims", (common, pairs, choices, choices, choices)) or choices
-        )
-
-    def maybe(self, name: str, odds: float = 0.5) -> bool:
-        self.noted[name] = happens = self._random.random() < odds
-        return happens
-
-    def lengths(self, name: str, choices: Any) -> list[int]:
-        """Return lengths of one or more requests, not all of them 0."""
-        found = [self._random.choice(list(choices)) for _ in range(self._random.randint(1, 5))]
-        found[-1] = found[-1] or 1
-        self.noted[name] = found
-        return found
-
-    def heads(self, kv_heads: Sequence[int] = (1, 2, 3)) -> dict[str, int]:
-        kv_heads = self.one("kv_heads", kv_heads)
-        return dict(heads=kv_heads * self.for_kernel("group", (1, 2, 3, 4, 5, 7, 8, 16)), kv_heads=kv_heads)
-
-    def sinks(self, heads: int) -> torch.Tensor | None:
-        if not self.maybe("sinks", 0.3):
-            return None
-        return torch.tensor([self._random.uniform(-4, 8) for _ in range(heads)], device=self.device)
-
-    def powers(self, name: str, heads: int, kv_heads: int) -> torch.Tensor:
-        """Return a power of two for each KV head, as [heads, 1] of its query heads."""
-        self.noted[name] = chosen = [2.0 ** self._random.randint(-4, 2) for _ in range(kv_heads)]
-        return torch.tensor(chosen, device=self.device).repeat_interleave(heads // kv_heads)[:, None]
-
-    def common(self) -> dict[str, Any]:
-        return dict(device=self.device, seed=self.number, magnitude=self.one("magnitude", (0.0, 0.5, 1.0, 1.0, 3.0)))
 
 
 def prefill_batch(
@@ -371,106 +292,6 @@ def narrow_cache_prefill(draw: Draw) -> None:
     expected.check_lse(lse)
 
 
-def decode(draw: Draw) -> None:
-    """Draw decode over caches of all kinds, with drafts, windows and sinks, by either entry."""
-    tokens = draw.for_kernel("tokens", (1, 1, 1, 2, 3, 4, 7, 16))
-    kv_lens = draw.lengths("kv_lens", DECODE_KEYS)
-    drafts = [draft_bits("tree", tokens, draw.number + i) for i in range(len(kv_lens))]
-    cache, dtype = (
-        draw.for_kernel("cache", (None, None, E4M3, torch.int8, NVFP4)),
-        draw.for_kernel("dtype", (BF16, FP16)),
-    )
-    known = support.DECODE_NVFP4_HEAD_DIMS if cache is NVFP4 else support.DECODE_HEAD_DIMS
-    dims = draw.for_kernel("dims", [*known, (64, 64), *[(128, 128)] * 3])
-    sizes = dict(head_dim=dims[0], v_head_dim=dims[1], **draw.heads())
-    data = DecodeBatch(
-        [tokens] * len(kv_lens), kv_lens, dtype=dtype, kv_dtype=cache, drafts=drafts, **sizes, **draw.common()
-    )
-    left = draw.for_kernel("window", (-1, -1, 0, 30, 128, 700))
-    kind = MaskKind.DRAFT if tokens > 1 else MaskKind.FULL if left < 0 else MaskKind.SLIDING_WINDOW
-    mask, sinks = Mask(kind, left), draw.sinks(data.heads)
-    problem = data.decode(draw.for_kernel("page_size", PAGE_SIZES), mask, order=draw.number)
-    entry, options = draw.one("entry", ("xqa", "trtllm")), dict(window_left=left, sinks=sinks)
-    k_scales, v_scales = torch.ones(2, data.heads, 1, device=draw.device)
-    if cache is not None and draw.for_kernel("scales of heads", (False, True)):
-        k_scales, v_scales = (draw.powers(name, data.heads, data.kv_heads) for name in ("k_scales", "v_scales"))
-        options["bmm1_scale"], options["bmm2_scale"] = (
-            scales[:: data.heads // data.kv_heads, 0].contiguous() * factor
-            for scales, factor in ((k_scales, data.scale), (v_scales, 1.0))
-        )
-    out, lse = xqa(data, problem, tokens, entry, return_lse=True, **options)
-    scaled = replace(data)  # powers of two are exact
-    scaled.q, scaled.k, scaled.v = (data.q * k_scales).to(dtype), data.k, data.v
-    expected = scaled.expected_decode(mask, sinks=sinks)
-    expected.check((out.flatten(0, -3) / v_scales).to(dtype))
-    expected.check_lse(lse.view(-1, data.heads), natural=False)
-
-
-@contextlib.contextmanager
-def split_by(draw: Draw, *, alone: bool) -> Iterator[None]:
-    """Split the MLA requests over a drawn number of emulated SMs; with ``alone`` by their own lengths.
-
-    With few slots, partials of such requests wait for earlier partials in their slots. CTA parts need all of their
-    slots at once.
-    """
-    before, sms, few_slots = settings.BATCH_INVARIANT.given, draw.one("sms", (2, 4, 6, 10)), draw.maybe("few_slots")
-    all_slots = (splitting.COMFORTABLE_BYTES, splitting.LATENT_IN_FLIGHT)
-    comfortable, in_flight = (0, 1) if few_slots and alone else all_slots
-    slots = dict(COMFORTABLE_BYTES=comfortable, LATENT_IN_FLIGHT=in_flight)
-    with mock.patch.object(geometry, "EMULATED_SMS", sms), mock.patch.multiple(splitting, **slots):
-        hopwell.batch_invariant(alone)
-        try:
-            yield
-        finally:
-            settings.BATCH_INVARIANT.given = before
-            switches.forget_calls()
-
-
-def latent(draw: Draw) -> None:
-    """Draw MLA, dense and sparse, over caches of all kinds, batch invariant in a third of all draws."""
-    cache = draw.for_kernel("cache", ("wide", "wide", "e4m3", "e4m3 both", "e4m3 both", "rows"))
-    tokens, kv_lens = draw.for_kernel("tokens", (1, 1, 2, 4)), draw.lengths("kv_lens", DECODE_KEYS)
-    top_k = draw.for_kernel("top_k", (0, 0, 64, 132, 1000))
-    known = ((576, 512), *(support.SPARSE_MLA_HEAD_DIMS if top_k else support.MLA_HEAD_DIMS))
-    dims = (576, 512) if cache == "rows" else draw.for_kernel("dims", known)
-    kind = {"e4m3 both": Fp8MlaBatch, "rows": PackedBatch}.get(cache, MlaBatch)
-    options: dict[str, Any] = dict(kv_dtype=E4M3) if cache == "e4m3" else {}
-    options |= dict(dtype=draw.for_kernel("dtype", (BF16, FP16))) if cache in ("wide", "e4m3") else {}
-    options |= draw.common() | dict(heads=draw.for_kernel("heads", MLA_HEADS))
-    topk = draw.one("topk", ("any", "model", "one", "none"))
-    data = with_topk(
-        kind, [tokens] * len(kv_lens), kv_lens, top_k, topk, head_dim=dims[0], v_head_dim=dims[1], **options
-    )
-    page_size, sinks = draw.for_kernel("page_size", PAGE_SIZES), draw.sinks(data.heads)
-    is_packed = isinstance(data, PackedBatch)  # its rows are in pages of order 0
-    problem = data.decode(page_size, order=0 if is_packed else draw.number)
-    more = dict(kv_cache=data.packed(page_size)) if is_packed else {}
-    if cache == "e4m3 both":
-        more["query"] = problem.query.view(data.size, tokens, data.heads, dims[0])
-    more |= dict(sinks=sinks, return_lse=True)
-    batch_invariant = draw.for_kernel("batch_invariant", (False, False, True))
-    with split_by(draw, alone=batch_invariant):
-        out, lse = mla(data, problem, **more)
-        if batch_invariant:
-            request = draw.one("request alone", range(data.size))
-            check_request_alone(data, problem, request, (out, lse), **more)
-    expected = data.expected_mla(sinks=sinks)
-    expected.check(out.flatten(0, 1))
-    expected.check_lse(lse.view(-1, data.heads), natural=False)
-
-
-def check_request_alone(
-    data: MlaBatch, problem: AttentionProblem, index: int, together: tuple[torch.Tensor, ...], **more: Any
-) -> None:
-    """Check that a request has the bits alone, with the same bounds, that it has in its batch."""
-    arguments = mla_arguments(data, problem, **more)
-    for name in ("query", "block_tables", "seq_lens"):
-        arguments[name] = arguments[name][index : index + 1]
-    alone = hopwell.trtllm_batch_decode_with_kv_cache_mla(**arguments)
-    for one, part in zip(alone, together, strict=True):
-        assert torch.equal(one.flatten(), part.unflatten(0, (data.size, -1))[index].flatten()), "bits differ alone"
-
-
 KINDS: tuple[Callable[[Draw], None], ...] = (
     context_call,
     fmha_v2_call,
@@ -479,6 +300,7 @@ KINDS: tuple[Callable[[Draw], None], ...] = (
     narrow_cache_prefill,
     decode,
     decode,
+    narrow_decode,
     latent,
 )
 
