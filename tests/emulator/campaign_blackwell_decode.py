@@ -26,17 +26,17 @@ from hopwell.kernels import execute
 from hopwell.kernels.launch import geometry
 
 
-def decode(kv_dtype: torch.dtype | None = None, leaf: int = 128, sms: int = 2) -> None:
-    """Run decode with requests of zero to seven leaves; two CTAs share the longest request.
+def decode(kv_dtype: torch.dtype | None = None, leaf: int = 128, sms: int = 2, rows: int = 8, leaves: int = 6) -> None:
+    """Run decode with requests of zero to ``leaves`` + 1 leaves; all CTAs share the longest request.
 
     Logits are so large that references move between leaves.
     """
-    kv_lens = [6 * leaf + 32, 0, leaf + 12, 70]
+    kv_lens = [leaves * leaf + 32, 0, leaf + 12, 70]
     data = DecodeBatch(
-        [1] * 4, kv_lens, heads=8, kv_heads=1, head_dim=128, kv_dtype=kv_dtype, magnitude=3.0, device="cpu"
+        [1] * 4, kv_lens, heads=rows, kv_heads=1, head_dim=128, kv_dtype=kv_dtype, magnitude=3.0, device="cpu"
     )
     with mock.patch.object(geometry, "EMULATED_SMS", sms):
-        execute(data.decode(16, sinks=torch.linspace(-1, 1, 8)))
+        execute(data.decode(16, sinks=torch.linspace(-1, 1, rows)))
 
 
 def decode_e4m3() -> None:
@@ -45,6 +45,19 @@ def decode_e4m3() -> None:
 
 def decode_nvfp4() -> None:
     decode(NVFP4, leaf=256, sms=1)
+
+
+def decode_rows(kv_dtype: torch.dtype | None = None) -> None:
+    """Run decode of 40 rows, on two warpgroups of two CTAs. The longest request has 13 leaves."""
+    decode(kv_dtype, leaf=256, rows=40, leaves=12)
+
+
+def decode_rows_e4m3() -> None:
+    decode_rows(E4M3)
+
+
+def decode_rows_nvfp4() -> None:
+    decode_rows(NVFP4)
 
 
 def swap_ab_mla(kind: type[MlaBatch] = MlaBatch, kv_dtype: torch.dtype | None = None) -> None:
@@ -66,7 +79,12 @@ def swap_ab_mla_8_bit() -> None:
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Return why an undetected fault changes nothing, or ""."""
-    rules = equivalent_faults.equivalent, _reason_of_fence, equivalent_faults.reason_of_tensor_fence, _reason_of_meeting
+    of_tensor_memory = (
+        _reason_of_fence,
+        equivalent_faults.reason_of_tensor_fence,
+        equivalent_faults.reason_of_tensor_wait,
+    )
+    rules = equivalent_faults.equivalent, *of_tensor_memory, _reason_of_meeting
     return next((reason for rule in rules if (reason := rule(fault, kernel))), "")
 
 

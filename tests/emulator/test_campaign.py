@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.device.equivalent_faults import reason_of_tensor_wait
 from helpers.device.ptx import empty, module_text, run_ptx
 
 from hopwell import emulator
@@ -158,6 +159,81 @@ def test_a_commit_before_its_product():
     assert [i.parts[1] for _, i in planted[0].edits] == ["commit", "mma"]
 
 
+# A warp loads two columns of tensor memory, waits behind each load, and stores the sum.
+TWO_LOADS = """
+    mov.u32 %r1, smem; mov.u32 %r9, 7; setp.eq.u32 %p1, %lane, 40; mov.u32 %r2, 1;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32; ld.shared.b32 %r3, [%r1];
+    tcgen05.st.sync.aligned.32x32b.x2.b32 [%r3], {{%r9, %r9}}; tcgen05.wait::st.sync.aligned; {before}
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r5}}, [%r3]; {join} tcgen05.wait::ld.sync.aligned; {between}
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r6}}, [%r3+1]; {guard} tcgen05.wait::ld.sync.aligned;
+    add.u32 %r7, %r5, %r6; add.u32 %r7, %r7, %r2; shl.b32 %r4, %lane, 2; cvt.u64.u32 %d1, %r4; add.u64 %d2, %a0, %d1;
+    st.global.b32 [%d2], %r7; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 32;
+"""
+
+
+# Only warps that take this way have another load in flight.
+OTHER_WAY = "@!%p1 bra HERE; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r8}, [%r3]; bra JOIN; HERE:"
+
+
+def two_loads(**parts: str) -> str:
+    return TWO_LOADS.format(**dict.fromkeys(("before", "join", "between", "guard"), "") | parts)
+
+
+def found_and_reasons(**parts: str) -> list[tuple[str, str]]:
+    """Return for each dropped wait for loads how it was detected, and a reason if it changes nothing."""
+
+    def case() -> None:
+        run_ptx(two_loads(**parts), empty(32), shared=16, target="sm_100a")
+
+    with emulator.use("sm_100a"):
+        campaign = run_campaign(case, kinds=["drop tcgen05.wait"], say=lambda _: None, equivalent=reason_of_tensor_wait)
+    return [(o.found, o.reason) for o in campaign.outcomes if "wait::ld" in o.fault.text]
+
+
+def reasons_of_waits(**parts: str) -> list[bool]:
+    """Return for each dropped wait for loads whether a rule says that it changes nothing."""
+    kernel = parse_module(module_text(two_loads(**parts), [8], shared=16, target="sm_100a"))["k"]
+    dropped = [fault for fault in faults(kernel) if fault.kind == "drop tcgen05.wait" and "wait::ld" in fault.text]
+    return [bool(reason_of_tensor_wait(fault, kernel)) for fault in dropped]
+
+
+def test_a_wait_that_the_next_one_covers() -> None:
+    """The first wait changes nothing: nothing needs its load before the second wait, which waits for both."""
+    (first, reason), (second, other) = found_and_reasons(between="mov.u32 %r2, 3; ld.shared.b32 %r8, [%r1];")
+    assert (first, bool(reason)) == ("", True)
+    assert (bool(second), other) == (True, "")
+    assert reasons_of_waits(between="EARLIER: add.u32 %r2, %r2, 1;") == [True, False]
+
+
+@pytest.mark.parametrize("between", ["add.u32 %r2, %r5, 1;", "add.u32 %r5, %r9, 1;"], ids=["use", "overwrite"])
+def test_a_wait_before_its_registers_are_accessed(between: str) -> None:
+    assert [(bool(found), reason) for found, reason in found_and_reasons(between=between)] == [(True, "")] * 2
+    assert reasons_of_waits(between=between) == [False, False]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        dict(between="tcgen05.fence::before_thread_sync;"),
+        dict(between="bar.sync 0;"),
+        dict(between="@%p1 mbarrier.arrive.shared.b64 _, [%r1+8];"),
+        dict(between="tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3], {%r9};"),
+        dict(between="st.release.gpu.global.b32 [%a0], %r9;"),
+        dict(between="@%p1 bra NEXT; NEXT:"),
+        dict(between="mov.u32 %r2, %r8;", join="JOIN:", before=OTHER_WAY),
+        dict(guard="@!%p1"),
+        dict(
+            before="tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r8}, [%r3]; @%p1 tcgen05.wait::ld.sync.aligned;",
+            between="mov.u32 %r2, %r8;",
+        ),
+    ],
+    ids=lambda parts: " ".join(parts.values()),
+)
+def test_a_wait_that_others_may_rely_on(parts: dict[str, str]) -> None:
+    """Others may overwrite tensor memory, or another load may be without a wait, so no rule covers the first wait."""
+    assert reasons_of_waits(**parts)[-2:] == [False, False]
+
+
 def test_reasons_and_kinds():
     reasons = run_campaign(
         hand_over, kinds=["drop bar.sync"], say=lambda _: None, equivalent=lambda fault, kernel: "there are two"
@@ -228,6 +304,9 @@ def test_blackwell_kernels(case: Callable[[], None], more_kinds: list[str]) -> N
         (campaign_blackwell_decode.decode, 35),
         (campaign_blackwell_decode.decode_e4m3, 42),
         (campaign_blackwell_decode.decode_nvfp4, 42),
+        (campaign_blackwell_decode.decode_rows, 36),
+        (campaign_blackwell_decode.decode_rows_e4m3, 48),
+        (campaign_blackwell_decode.decode_rows_nvfp4, 48),
         (campaign_blackwell_decode.swap_ab_mla, 75),
         (campaign_blackwell_decode.swap_ab_mla_e4m3, 75),
         (campaign_blackwell_decode.swap_ab_mla_8_bit, 36),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import is_dataclass
+from typing import Any
 
-from hopwell.emulator.ptx import Kernel
+from hopwell.emulator.ptx import Kernel, Mem, Reg
 from hopwell.emulator.tools.faults import Fault
 
 # (kind of fault, instruction) -> reason
@@ -101,3 +103,54 @@ def reason_of_tensor_fence(fault: Fault, kernel: Kernel) -> str:
         if fault.sites[0] > max(accesses):
             return "only tcgen05.dealloc follows, which needs the order and no fence"
     return ""
+
+
+# Instructions that may tell other threads of completed loads, and those that may leave the way to the next wait.
+TELLING = ("bar", "barrier", "mbarrier", "fence", "membar", "st", "stmatrix", "atom", "red", "cp", "tcgen05")
+LEAVING = ("bra", "brx", "call", "ret", "exit", "trap")
+
+
+def registers(value: Any) -> set[str]:
+    """Return the names of the registers in an operand, or in a list of operands."""
+    if isinstance(value, Reg):
+        return {value.name}
+    if isinstance(value, (list, tuple)):
+        return set().union(*map(registers, value))
+    return registers(list(vars(value).values())) if is_dataclass(value) else set()
+
+
+def pending_loads(kernel: Kernel) -> list[frozenset[str]]:
+    """Return for each instruction the registers of loads of tensor memory that may be incomplete before it."""
+    instrs = kernel.instrs
+    pending: list[frozenset[str] | None] = [None] * len(instrs)
+    work = [(0, frozenset())]
+    while work:
+        pc, arriving = work.pop()
+        known = pending[pc] if pc < len(instrs) else arriving
+        if known is not None and arriving <= known:
+            continue
+        i, before = instrs[pc], arriving | (known or frozenset())
+        pending[pc] = after = before
+        if i.op.startswith("tcgen05.ld"):
+            after |= registers([operand for operand in i.args if not isinstance(operand, Mem)])
+        elif i.op.startswith("tcgen05.wait::ld") and i.guard is None:
+            after = frozenset()
+        ends = i.parts[0] in ("bra", "ret", "exit") and i.guard is None
+        work += [(following, after) for following in (i.target, *(() if ends else (pc + 1,))) if following >= 0]
+    return [found or frozenset() for found in pending]
+
+
+def reason_of_tensor_wait(fault: Fault, kernel: Kernel) -> str:
+    """Return a reason if a warp waits for its loads of tensor memory again before it uses what they load, or "".
+
+    Nothing between the two waits accesses registers of the loads that the dropped wait is for, or tells other threads
+    that they are complete.
+    """
+    pc, instrs, every = fault.sites[0], kernel.instrs, places(kernel, "tcgen05.wait::ld")
+    following = next((wait for wait in every if wait > pc), None)
+    if fault.kind != "drop tcgen05.wait" or pc not in every or following is None or instrs[following].guard:
+        return ""
+    loaded, between = pending_loads(kernel)[pc], instrs[pc + 1 : following]
+    tells = any(i.parts[0] in (*TELLING, *LEAVING) and not i.op.startswith("tcgen05.ld") for i in between)
+    is_used = any(loaded & registers(i.args) for i in between)
+    return "" if tells or is_used else "the warp waits for the load again before it uses what was loaded"
