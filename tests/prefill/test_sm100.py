@@ -63,6 +63,7 @@ ULTRA = [
     Sm100PrefillConfig("sm_103a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 16),
     Sm100PrefillConfig("sm_103a", "bf16", "bf16", 192, 128, MaskKind.SLIDING_WINDOW, KvFetch.PAGE_BOXES, 16),
     Sm100PrefillConfig("sm_103a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0, skip_softmax=True),
+    Sm100PrefillConfig("sm_103a", "bf16", "bf16", 256, 256, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 16),  # a pair of CTAs
 ]
 
 
