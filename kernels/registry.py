@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+import torch
+
 from hopwell.kernels.append.config import AppendConfig, resolve_append, shipped_append_configs
-from hopwell.kernels.append.geometry import append_geometry
+from hopwell.kernels.append.geometry import append_geometry, append_operands
 from hopwell.kernels.config.base import Traits
 from hopwell.kernels.config.decode import DecodeConfig, resolve_decode, shipped_decode_configs
 from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipped_prefill_configs
 from hopwell.kernels.config.splitting import TICKETS, LaunchSizes
 from hopwell.kernels.launch.geometry import decode_geometry, host_value, prefill_geometry
+from hopwell.kernels.launch.operands import decode_operands, prefill_operands
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, Sm100SwapABMlaConfig
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
-from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
+from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120, TYPES_16BIT
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 
@@ -69,23 +72,29 @@ class Implementation:
     Attributes:
         config: the type of their configs.
         resolve: the config for a problem; raises NotImplementedError where no kernel serves it.
-        shipped: the configs that are compiled ahead, of an architecture and the types of preferred configs: for
-            problems that no preferred kernel serves.
+        shipped: the configs that are compiled ahead, of an architecture, operand types and the types of preferred
+            configs. They serve problems that no preferred kernel serves. Operand types are ``support.PREFILL_TYPES``.
         build: the traceable launch function of a config, and example arguments to compile it with.
+        query_dtype: the dtype in which kernels take queries, of the dtypes of a caller's queries and of K and V.
+        operands: the tensors whose addresses the kernel gets, by name and in their order, of a problem, and of the
+            output of attention.
         geometry: run-time sizes and strides of a problem, which the kernel of a config gets as one tuple of integers.
         numbers: floats of a problem that the kernel gets by value, besides the two scales of attention.
         counters: int32 that the kernel finds zero and leaves zero, of a geometry and a config.
-        scratch_bytes: bytes of scratch that is enough for any of the kernels, of a launch's sizes.
+        scratch_bytes: bytes of scratch that is enough for any of the kernels, of a launch's sizes; None if they need
+            none.
     """
 
     config: type[Buildable]
     resolve: Callable[[Any, str], Buildable]
-    shipped: Callable[[str, Sequence[Any]], Iterator[Buildable]]
+    shipped: Callable[[str, str, Sequence[Any]], Iterator[Buildable]]
     build: Build
+    query_dtype: Callable[[torch.dtype, torch.dtype], torch.dtype]
+    operands: Callable[..., Mapping[str, torch.Tensor | None]]
     geometry: Callable[[Any, Any], tuple[int, ...]]
     numbers: Callable[[Any], tuple[float, ...]]
     counters: Callable[[Any, Any], int]
-    scratch_bytes: Callable[[LaunchSizes], int]
+    scratch_bytes: Callable[[LaunchSizes], int] | None
 
 
 def _build_in(module: str, config: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -121,11 +130,6 @@ def _build_mla(config: MlaConfig) -> tuple[Any, tuple[Any, ...]]:
     return _build_in("sm90.mla.fp8" if config.uses_fp8_mma else "sm90.mla.kernel", config)
 
 
-def _no_scratch(sizes: LaunchSizes) -> int:
-    """Kernels that share no request's keys among CTAs need no scratch."""
-    return 0
-
-
 def _prefill(kind: type[PrefillConfig], build: Build) -> Implementation:
     """Return the prefill implementation whose configs are of ``kind``."""
     return Implementation(
@@ -133,10 +137,12 @@ def _prefill(kind: type[PrefillConfig], build: Build) -> Implementation:
         partial(resolve_prefill, kind=kind),
         partial(shipped_prefill_configs, kind=kind),
         build,
+        kind.query_dtype,
+        prefill_operands,
         prefill_geometry,
         numbers=lambda problem: (problem.score.soft_cap, problem.skip_softmax),
         counters=lambda sizes, config: TICKETS,
-        scratch_bytes=_no_scratch,
+        scratch_bytes=None,
     )
 
 
@@ -149,6 +155,8 @@ def _split_keys(
         partial(resolve, kind=kind),
         partial(shipped, kind=kind),
         build,
+        kind.query_dtype,
+        decode_operands,
         decode_geometry,
         numbers=lambda problem: (host_value(problem.output_factor),),
         counters=lambda sizes, config: config.counter_ints(sizes.slots),
@@ -179,12 +187,14 @@ _BLACKWELL_SWAP_AB_MLA = _mla(Sm100SwapABMlaConfig, partial(_build_in, "sm100.ml
 _APPEND = Implementation(
     AppendConfig,
     resolve_append,
-    lambda arch, preferred: shipped_append_configs(arch),
+    lambda arch, types, preferred: shipped_append_configs(arch, types),
     partial(_build_in, "append.kernel"),
+    lambda query, kv: query,
+    append_operands,
     append_geometry,
     numbers=lambda problem: (host_value(problem.k_scale), host_value(problem.v_scale)),
     counters=lambda sizes, config: 0,
-    scratch_bytes=_no_scratch,
+    scratch_bytes=None,
 )
 
 # Blackwell has mma.sync as well, so sm_120 kernels serve the problems that its own kernels refuse.
@@ -228,11 +238,6 @@ def implementation_of(config: Buildable) -> Implementation:
     return next(made for made in implementations(config.family, config.arch) if isinstance(config, made.config))
 
 
-def _kinds(family: Family, arch: str) -> list[Any]:
-    """Return the types of configs of ``family`` on ``arch``, in order of preference; none where it has no kernels."""
-    return [made.config for made in IMPLEMENTATIONS.get((family, arch), ())]
-
-
 def prefill_type(arch: str, traits: Traits | None = None) -> type[PrefillConfig]:
     """Return the type of the prefill configs of ``arch`` that serve problems with ``traits``, or the type that serves
     the rest.
@@ -245,20 +250,17 @@ def prefill_type(arch: str, traits: Traits | None = None) -> type[PrefillConfig]
     return next(chosen, kinds[-1])
 
 
-def can_dequantize_q(arch: str) -> bool:
-    """Tell whether prefill kernels of ``arch`` over NVFP4 caches take e4m3 queries, which they dequantize
-    themselves."""
-    return any(kind.can_dequantize_q for kind in _kinds(Family.PREFILL, arch))
-
-
-def has_fp8_mma(arch: str) -> bool:
-    """Tell whether the MLA kernels of ``arch`` multiply e4m3 queries as they are."""
-    return any(kind.has_fp8_mma for kind in _kinds(Family.MLA, arch))
+def query_dtype(family: Family, arch: str, query: torch.dtype, kv: torch.dtype) -> torch.dtype:
+    """Return the dtype in which kernels of ``family`` on ``arch`` take queries of dtype ``query`` over K and V of dtype
+    ``kv``. An entry casts queries that no kernel takes as they are."""
+    taken = [made.query_dtype(query, kv) for made in IMPLEMENTATIONS.get((family, arch), ())]
+    return query if query in taken or not taken else taken[-1]
 
 
 def scratch_bytes(family: Family, arch: str, sizes: LaunchSizes) -> int:
     """Return the scratch of the kernels of ``family`` on ``arch``, see :class:`Implementation`; 0 without kernels."""
-    return max((made.scratch_bytes(sizes) for made in IMPLEMENTATIONS.get((family, arch), ())), default=0)
+    needed = [made.scratch_bytes for made in IMPLEMENTATIONS.get((family, arch), ())]
+    return max((of(sizes) for of in needed if of is not None), default=0)
 
 
 def resolve(problem: Any, arch: str) -> Any:
@@ -268,9 +270,10 @@ def resolve(problem: Any, arch: str) -> Any:
         NotImplementedError: there is none; the message lists the supported ones.
         ValueError: the problem lacks the scratch memory that kernels of its family store partial results in.
     """
-    if problem.family in (Family.DECODE, Family.MLA) and problem.scratch is None:
+    found = implementations(problem.family, arch)
+    if any(made.scratch_bytes is not None for made in found) and problem.scratch is None:
         raise ValueError(f"a problem of {TITLES[problem.family]} needs scratch, got None")
-    *preferred, rest = implementations(problem.family, arch)
+    *preferred, rest = found
     for made in preferred:
         with contextlib.suppress(NotImplementedError):
             return made.resolve(problem, arch)
@@ -286,12 +289,12 @@ def refuse(problem: AttentionProblem, arch: str) -> str | None:
     return None
 
 
-def shipped_configs(arch: str = "sm_90a", family: Family = Family.PREFILL) -> Iterator[Any]:
-    """Return the configs of ``family`` that are compiled ahead for ``arch``; none where it has no kernels of the
-    family."""
-    kinds = _kinds(family, arch)
-    for place, made in enumerate(IMPLEMENTATIONS.get((family, arch), ())):
-        yield from made.shipped(arch, kinds[:place])
+def shipped_configs(arch: str = "sm_90a", family: Family = Family.PREFILL, types: str = TYPES_16BIT) -> Iterator[Any]:
+    """Return the configs of ``family`` with operands of ``types`` that are compiled ahead for ``arch``; none where it
+    has no kernels of the family."""
+    found = IMPLEMENTATIONS.get((family, arch), ())
+    for place, made in enumerate(found):
+        yield from made.shipped(arch, types, [preferred.config for preferred in found[:place]])
 
 
 def build(config: Buildable) -> tuple[Any, tuple[Any, ...]]:

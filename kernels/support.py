@@ -55,7 +55,7 @@ HOPPER = hardware.with_instruction("wgmma")
 BLACKWELL = hardware.with_instruction("tcgen05")
 SM120 = hardware.with_instruction("mma.sync")
 
-# Operand types of prefill in the support matrix. "16bit": inputs and output of one 16-bit dtype. "fp8_kv": 16-bit
+# Operand types of kernels that are compiled ahead. "16bit": inputs and output of one 16-bit dtype. "fp8_kv": 16-bit
 # queries over e4m3 caches, with the queries' dtype as output. "fp8": e4m3 queries and caches with an output of 16 or 8
 # bits.
 TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8 = "16bit", "fp8_kv", "fp8"

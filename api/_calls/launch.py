@@ -33,7 +33,7 @@ from hopwell._checks import device_data
 from hopwell.kernels import Plan
 from hopwell.kernels.launch.arguments import addresses_of
 from hopwell.kernels.launch.device_data import rules_of
-from hopwell.kernels.launch.plan import host_scales, operands
+from hopwell.kernels.launch.plan import host_scales
 from hopwell.kernels.problem import AttentionProblem
 
 CAPACITY = 4096  # keys kept for each entry point; serving adds a few in each step, and all are cheap to rebuild
@@ -157,7 +157,7 @@ class Calls:
         if out is None:
             out = result.unflatten(0, rows) if rows else result
         if plan.has_work and plan.repeatable and not looks:
-            views = operands(problem, output_parts(out)[0])
+            views = plan.operands(problem, output_parts(out)[0])
             checked = CheckedCall(
                 arguments=arguments,
                 written=(*output_parts(call.out)[:2], getattr(call, "lse", None), call.workspace_buffer),

@@ -15,9 +15,9 @@ from hopwell._checks.caches import KV_LAYOUTS, SCALE_TYPES, interleaves_v, pair_
 from hopwell._checks.features import require_problem
 from hopwell.kernels import support
 from hopwell.kernels.append import device_data as append_data
-from hopwell.kernels.append.config import SMALLEST_SCALE, AppendAddresses, AppendProblem, CacheType, pool_distance
-from hopwell.kernels.append.plan import AppendPlan, operands
-from hopwell.kernels.launch.arguments import address_of
+from hopwell.kernels.append.config import SMALLEST_SCALE, AppendProblem, CacheType, pool_distance
+from hopwell.kernels.append.plan import AppendPlan
+from hopwell.kernels.launch.arguments import addresses_of
 from hopwell.kernels.problem import PageTable
 from hopwell.layouts import NVFP4_BLOCK, KVViews, block_scale_views, paged_kv_views
 
@@ -108,17 +108,17 @@ class AppendCalls:
         on, looks = problem.key.device, device_data.is_enabled()
         if looks:
             device_data.check(append_data.rules_of(problem), on, name)
-        plan, views = AppendPlan(problem), operands(problem)
+        plan = AppendPlan(problem)
+        views = plan.operands(problem)
         plan.launch(views, name)
         if not (plan.has_work and plan.repeatable) or looks:
             return
         a = arguments
-        named = dict(zip(AppendAddresses._fields, views, strict=True))
         checked = CheckedCall(
             arguments=arguments,
             written=(a.cache, a.value_cache, a.scales, a.value_scales),
-            operands=named,
-            addresses=[address_of(operand, view) for operand, view in named.items()],
+            operands=views,
+            addresses=addresses_of(views),
             function=plan.function,
             anchor=plan.anchor,
             constants=plan.constants,

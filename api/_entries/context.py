@@ -16,7 +16,16 @@ from hopwell._checks.features import named, require_problem
 from hopwell.kernels import registry, support
 from hopwell.kernels.capability import features
 from hopwell.kernels.elements import INTERLEAVED_TOKENS
-from hopwell.kernels.problem import AttentionProblem, BlockScales, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    BlockScales,
+    Family,
+    LogSumExp,
+    LseLayout,
+    Mask,
+    MaskKind,
+    OutputScales,
+)
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
 
@@ -157,16 +166,11 @@ def _check_query(query: Any) -> None:
 
 
 def dequantized_query(query: torch.Tensor) -> torch.Tensor:
-    """Return e4m3 queries over an NVFP4 cache as float16, or unchanged if kernels dequantize them.
-
-    float16 holds all e4m3 values. The products need it, because e4m3 does not hold NVFP4 elements times their scales.
-    """
+    """Return e4m3 queries over an NVFP4 cache in the dtype in which kernels take them."""
     if is_traced(query):
         return query  # the op does it
     _check_query(query)  # before the copy, which would hide faults of the original
-    if registry.can_dequantize_q(support.arch_of(query.device)):
-        return query
-    return query.to(torch.float16)
+    return query.to(registry.query_dtype(Family.PREFILL, support.arch_of(query.device), query.dtype, torch.uint8))
 
 
 def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:

@@ -123,18 +123,15 @@ def _dcp_rank(call: MlaCall, batch: int) -> DcpRank | None:
 
 
 def dequantized_query(query: Any) -> Any:
-    """Return e4m3 queries as bfloat16, which holds all of their values, on architectures whose MLA kernels do not have
-    fp8 MMA.
-
-    All other queries are returned unchanged.
-    """
+    """Return e4m3 queries in the dtype in which kernels take them. All other queries are returned unchanged."""
     if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8) or is_traced(query):
         return query
     checks.main_tensor("query", query)  # before the copy, which would hide faults of the original
-    if registry.has_fp8_mma(support.arch_of(query.device)):
+    dtype = registry.query_dtype(Family.MLA, support.arch_of(query.device), query.dtype, checks.FP8)
+    if dtype == query.dtype:
         return query
     checks.tma_readable("query", query)
-    return query.to(torch.bfloat16)
+    return query.to(dtype)
 
 
 def list_lengths(query: Any, seq_lens: Any, top_k: int) -> tuple[Any, torch.Tensor | None]:

@@ -23,7 +23,7 @@ from hopwell._entries.decoding import (
     workspace,
     workspace_bytes,
 )
-from hopwell.kernels import support
+from hopwell.kernels import registry, support
 from hopwell.kernels.config.splitting import most_new_tokens
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -349,11 +349,9 @@ def _check_dcp(call: XqaCall, part: DcpRank | None) -> None:
 
 
 def dequantized_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: Any) -> torch.Tensor:
-    """Return e4m3 queries over an e4m3 or NVFP4 cache in 16 bits, which hold all of their values.
+    """Return e4m3 queries over an e4m3 or NVFP4 cache in the dtype of a 16-bit output, which holds all of their values.
 
-    Kernels multiply 16 bits. The dtype is the dtype of a 16-bit output. Otherwise it is bfloat16 over an e4m3 cache,
-    and float16 over an NVFP4 cache, whose kernels convert bfloat16 to float16. Queries over other caches are returned
-    unchanged.
+    With another output it is the dtype in which kernels take them. Queries over other caches are returned unchanged.
     """
     is_nvfp4 = caches.has_dtype(kv_cache, torch.uint8)
     if is_traced(query) or (not is_nvfp4 and not caches.has_dtype(kv_cache, checks.FP8)):
@@ -361,7 +359,8 @@ def dequantized_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: A
     checks.main_tensor("query", query)  # before the copy, which would hide faults of the original
     dtype = getattr(out, "dtype", None) if out_dtype is None else out_dtype
     if dtype not in checks.SIXTEEN_BIT:
-        dtype = torch.float16 if is_nvfp4 else torch.bfloat16
+        kv = torch.uint8 if is_nvfp4 else checks.FP8
+        dtype = registry.query_dtype(Family.DECODE, support.arch_of(query.device), query.dtype, kv)
     return query.to(dtype)
 
 

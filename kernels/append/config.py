@@ -186,7 +186,9 @@ def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
     return replace(config, k_head_scales=k_scales, v_head_scales=v_scales)
 
 
-def shipped_append_configs(arch: str = "sm_90a") -> Iterator[AppendConfig]:
-    """Yield the append kernels that are compiled ahead."""
+def shipped_append_configs(arch: str = "sm_90a", types: str = support.TYPES_16BIT) -> Iterator[AppendConfig]:
+    """Yield the append kernels that are compiled ahead: new tokens have 16 bits, so all go with these ``types``."""
+    if types != support.TYPES_16BIT:
+        return
     pairs = itertools.product(DTYPES.values(), CacheType)
     yield from dict.fromkeys(_config(arch, dtype, kind) for dtype, kind in pairs)

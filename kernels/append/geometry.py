@@ -1,11 +1,15 @@
-"""Run-time sizes and strides of an append."""
+"""Operands, and run-time sizes and strides, of an append."""
 
 from __future__ import annotations
 
 import torch
 
-from hopwell.kernels.append.config import AppendConfig, AppendGeometry, AppendProblem
+from hopwell.kernels.append.config import AppendAddresses, AppendConfig, AppendGeometry, AppendProblem
 from hopwell.kernels.config.base import page_and_head_stride
+from hopwell.kernels.launch.arguments import named_tuple
+
+# Tensors whose addresses are AppendAddresses, with the same names.
+AppendOperands = named_tuple("AppendOperands", *AppendAddresses._fields)
 
 
 def append_geometry(problem: AppendProblem, config: AppendConfig) -> AppendGeometry:
@@ -41,3 +45,24 @@ def append_geometry(problem: AppendProblem, config: AppendConfig) -> AppendGeome
         **strides("k_scale", p.key_scales),
         **strides("v_scale", p.value_scales),
     )
+
+
+def append_operands(problem: AppendProblem) -> dict[str, torch.Tensor | None]:
+    """Return the tensors whose addresses are :class:`AppendAddresses`, by name and in its order."""
+    p, table = problem, problem.page_table
+    operands = AppendOperands(
+        key=p.key,
+        value=p.value,
+        key_cache=p.key_cache,
+        value_cache=p.value_cache,
+        key_scales=p.key_scales,
+        value_scales=p.value_scales,
+        batch_indices=p.batch_indices,
+        positions=p.positions,
+        key_table=None if table is None else table.key,
+        value_table=None if table is None else table.value,
+        page_starts=p.page_starts,
+        k_scale=p.k_scale if isinstance(p.k_scale, torch.Tensor) else None,
+        v_scale=p.v_scale if isinstance(p.v_scale, torch.Tensor) else None,
+    )
+    return operands._asdict()

@@ -17,9 +17,9 @@ from hopwell.kernels import hardware, registry
 from hopwell.kernels.append.config import CacheType
 from hopwell.kernels.capability import gpu_runs, samples
 from hopwell.kernels.capability.gpu_runs import MISSING
-from hopwell.kernels.capability.samples import BF16, FP8, INT8, UINT8
+from hopwell.kernels.capability.samples import FP8, INT8, UINT8
 from hopwell.kernels.masks import MaskKind
-from hopwell.kernels.problem import Family
+from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.support import (
     APPEND,
     ARCHS,
@@ -87,12 +87,11 @@ def refuse(problem: Any, arch: str) -> str | None:
 
 
 def as_launched(problem: Any, arch: str) -> Any:
-    """Return the problem as an entry launches it: it dequantizes e4m3 queries that its kernels do not take."""
-    if problem.family not in (Family.DECODE, Family.MLA) or problem.query.dtype != FP8:
+    """Return the problem as an entry launches it: it casts queries that no kernel takes as they are."""
+    if not isinstance(problem, AttentionProblem):  # an append has no queries
         return problem
-    if problem.family is Family.MLA and registry.has_fp8_mma(arch):
-        return problem
-    return replace(problem, query=problem.query.to(BF16))
+    dtype = registry.query_dtype(problem.family, arch, problem.query.dtype, problem.key.dtype)
+    return problem if problem.query.dtype == dtype else replace(problem, query=problem.query.to(dtype))
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,14 @@ class KernelConfig:
         others = (kind.refusal(traits, arch) for kind in preferred)
         return None not in others and cls.refusal(traits, arch) is None
 
+    @classmethod
+    def query_dtype(cls, query: torch.dtype, kv: torch.dtype) -> torch.dtype:
+        """Return the dtype in which kernels of this type take queries of dtype ``query`` over K and V of dtype ``kv``.
+
+        If it is another one, a call casts the queries before the launch.
+        """
+        return query
+
     @property
     def layout(self) -> Any:
         """Widths of the operands, see ``config/layout.py``."""

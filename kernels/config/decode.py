@@ -13,6 +13,7 @@ from hopwell.kernels import support
 from hopwell.kernels.config.base import (
     BLOCK_COLUMNS,
     DTYPES,
+    E4M3_DTYPES,
     QUERY_DTYPES,
     KernelConfig,
     KvType,
@@ -190,6 +191,16 @@ class DecodeConfig(SplitKeys, KernelConfig):
             f"head dims (QK/V) {_joined(traits.dims)} have no decode kernel on {arch}{cache}; supported: "
             f"{', '.join(map(_joined, served)) or 'none'}"
         )
+
+    @classmethod
+    def query_dtype(cls, query: torch.dtype, kv: torch.dtype) -> torch.dtype:
+        """Return a 16-bit type for e4m3 queries over e4m3 or NVFP4 caches, because kernels multiply 16 bits.
+
+        It is float16 for NVFP4 caches, whose kernels convert bfloat16 to float16.
+        """
+        if query not in E4M3_DTYPES or kv not in (query, torch.uint8):
+            return query
+        return torch.float16 if kv is torch.uint8 else torch.bfloat16
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
@@ -387,9 +398,18 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
 
 
 def shipped_decode_configs(
-    arch: str = "sm_90a", preferred: Sequence[type[KernelConfig]] = (), kind: type[DecodeConfig] = DecodeConfig
+    arch: str = "sm_90a",
+    types: str = support.TYPES_16BIT,
+    preferred: Sequence[type[KernelConfig]] = (),
+    kind: type[DecodeConfig] = DecodeConfig,
 ) -> Iterator[DecodeConfig]:
-    """Yield the decode kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves."""
+    """Yield the decode kernels that are compiled ahead for operands of ``types``, where no kernel of ``preferred``
+    types serves them.
+
+    All multiply in 16 bits, so kernels over 8-bit caches go with these types, too.
+    """
+    if types != support.TYPES_16BIT:
+        return
     for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_TYPES):
         dims = (head_dim, head_dim)
         common = (arch, dtype, dtype, *dims, mask)

@@ -95,9 +95,12 @@ class MlaConfig(SplitKeys, KernelConfig):
     family: ClassVar[Family] = Family.MLA
     layout_type: ClassVar[type[OperandLayout]] = MlaLayout
     most_rows: ClassVar[int] = ROWS  # of a tile
-    has_fp8_mma: ClassVar[bool] = (
-        True  # whether products of e4m3 queries are fp8 MMA; otherwise the queries are dequantized before the launch
-    )
+    has_fp8_mma: ClassVar[bool] = True  # products of e4m3 queries are fp8 MMA
+
+    @classmethod
+    def query_dtype(cls, query: torch.dtype, kv: torch.dtype) -> torch.dtype:
+        """Return bfloat16, which holds all e4m3 values, for e4m3 queries if kernels lack fp8 MMA."""
+        return torch.bfloat16 if query in E4M3_DTYPES and not cls.has_fp8_mma else query
 
     @classmethod
     def rows_for(cls, rows: int) -> int:
@@ -256,11 +259,16 @@ def most_keys(problem: AttentionProblem) -> int:
 
 
 def shipped_mla_configs(
-    arch: str = "sm_90a", preferred: Sequence[type[KernelConfig]] = (), kind: type[MlaConfig] = MlaConfig
+    arch: str = "sm_90a",
+    types: str = support.TYPES_16BIT,
+    preferred: Sequence[type[KernelConfig]] = (),
+    kind: type[MlaConfig] = MlaConfig,
 ) -> Iterator[MlaConfig]:
-    """Yield the MLA kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves.
+    """Yield the MLA kernels that are compiled ahead for operands of ``types``, where no kernel of ``preferred`` types
+    serves them.
 
-    All are batch-invariant if the setting asks for that.
+    Kernels that dequantize keys multiply in 16 bits and go with these types. All are batch-invariant if the setting
+    asks for that.
     """
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.TOPK_ROWS, 0)])
@@ -272,8 +280,11 @@ def shipped_mla_configs(
             kv_types += [
                 t for t in KV_TYPES.values() if t is not KvType.FP8_DS_MLA or dims == support.FP8_DS_MLA_HEAD_DIMS
             ]
-        operands = [("bf16", kv_type) for kv_type in kv_types] + [("e4m3", KvType.WIDE)] * kind.has_fp8_mma
-        for dtype, kv_type in operands:
+        in_types = {
+            support.TYPES_16BIT: [("bf16", kv_type) for kv_type in kv_types],
+            support.TYPES_FP8: [("e4m3", KvType.WIDE)] * kind.has_fp8_mma,
+        }
+        for dtype, kv_type in in_types.get(types, []):
             config = kind(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
             # Uneven numbers of new tokens without top-k indices take batch-invariant kernels even without the setting.
             ways = {True} if settings.BATCH_INVARIANT.is_on else {False, not config.sparse}

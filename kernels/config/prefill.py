@@ -13,6 +13,7 @@ from hopwell.kernels import support
 from hopwell.kernels.config.base import (
     BLOCK_COLUMNS,
     DTYPES,
+    E4M3_DTYPES,
     MIN_BOX_ROWS,
     MOST,
     OUT_DTYPES,
@@ -34,7 +35,7 @@ from hopwell.kernels.config.base import (
 from hopwell.kernels.config.layout import OperandLayout, PrefillLayout
 from hopwell.kernels.masks import MaskEnum, MaskKind
 from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
-from hopwell.kernels.support import RARE_HEAD_DIMS
+from hopwell.kernels.support import RARE_HEAD_DIMS, TYPES_16BIT, TYPES_FP8, TYPES_FP8_KV
 
 MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill and kind.rule.ahead)  # of kernels compiled ahead
 
@@ -150,6 +151,16 @@ class PrefillConfig(KernelConfig):
         if kv_type not in cls.kv_types:
             return f"dequantized {kv_type.value} K and V have no kernel on {arch}"
         return None
+
+    @classmethod
+    def query_dtype(cls, query: torch.dtype, kv: torch.dtype) -> torch.dtype:
+        """Return float16 for e4m3 queries over NVFP4 K and V, unless kernels dequantize them.
+
+        float16 holds all e4m3 values. The products need it, because e4m3 does not hold NVFP4 elements times their
+        scales.
+        """
+        casts = query in E4M3_DTYPES and kv is torch.uint8 and not cls.can_dequantize_q
+        return torch.float16 if casts else query
 
     @classmethod
     def tile_of(
@@ -383,15 +394,21 @@ def prefill_kv_type(problem: AttentionProblem) -> KvType:
 
 
 def shipped_prefill_configs(
-    arch: str, preferred: Sequence[type[KernelConfig]] = (), *, kind: type[PrefillConfig]
+    arch: str, types: str, preferred: Sequence[type[KernelConfig]] = (), *, kind: type[PrefillConfig]
 ) -> Iterator[PrefillConfig]:
-    """Yield the kernels that are compiled ahead, for problems that no kernel of ``preferred`` types serves: plain
-    scores, with inputs and outputs of one dtype.
+    """Yield the kernels that are compiled ahead for operands of ``types``, where no kernel of ``preferred`` types
+    serves them: kernels of plain scores.
 
     Other kernels are compiled at the first call that needs them.
     """
-    chosen = [dims for dims in kind.tiles if kind.is_chosen(Traits(dims), arch, preferred)]
-    for dtype, dims, mask in itertools.product(DTYPES.values(), chosen, MASKS):
+    kv_type = KvType.E4M3 if types == TYPES_FP8_KV else KvType.WIDE
+    dtypes = [("e4m3", out) for out in QUERY_DTYPES.values()]  # of (query, output)
+    if types != TYPES_FP8:
+        dtypes = [(dtype, dtype) for dtype in DTYPES.values()]
+    head_dims = kind.tiles if types == TYPES_16BIT else support.SHIPPED_FP8_HEAD_DIMS
+    chosen = [dims for dims in head_dims if kind.is_chosen(Traits(dims, kv_type), arch, preferred)]
+    for (dtype, out), dims, mask in itertools.product(dtypes, chosen, MASKS):
         for choices in kind.all_choices(dims, mask):
-            for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:
-                yield kind(arch, dtype, dtype, *dims, mask, fetch, rows, **choices)
+            tile = kind.tile_of(dims, **choices, kv_type=kv_type, uses_fp8_mma=dtype == "e4m3")
+            for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(tile.n)]:
+                yield kind(arch, dtype, out, *dims, mask, fetch, rows, **choices, kv_type=kv_type)

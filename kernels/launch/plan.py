@@ -18,9 +18,9 @@ from hopwell.kernels import registry, support
 from hopwell.kernels.jit import toolchain
 from hopwell.kernels.launch.arguments import addresses_of
 from hopwell.kernels.launch.device_data import first_fault, rules_of
-from hopwell.kernels.launch.geometry import host_value, topk_page_table
+from hopwell.kernels.launch.geometry import host_value
 from hopwell.kernels.launch.tickets import tickets
-from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, LseLayout
 from hopwell.kernels.registry import Buildable
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Plan:
         arch = support.arch_of(query.device)
         config = registry.resolve(problem, arch)
         made = registry.implementation_of(config)
+        self.operands = made.operands
         target = support.target_of(query.device)
         self.config = config if config.target == target else replace(config, compiled_for=target)
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0 and not collected(self.config)
@@ -80,7 +81,7 @@ class Plan:
     def launch(self, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
         """Launch on the current stream of the plan's device.
 
-        ``addresses`` belong to :func:`operands`, in its order. The kernel uses a scale by value if its address is 0.
+        ``addresses`` belong to ``operands``, in its order. The kernel uses a scale by value if its address is 0.
         """
         self.function(self.anchor, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
 
@@ -98,7 +99,7 @@ class Plan:
         if not self.has_work and problem.lse is not None and problem.lse.layout is LseLayout.PADDED:
             problem.lse.tensor.fill_(-math.inf)  # as a kernel does with rows that no request has
         if self.has_work:
-            views = operands(problem, out)
+            views = self.operands(problem, out)
             addresses = addresses_of(views)
             if not self.repeatable:
                 _check_device_data(problem, name)
@@ -163,53 +164,6 @@ def bind(config: Buildable, device: torch.device) -> Any:
 def execute(problem: AttentionProblem) -> torch.Tensor:
     """Compute ``problem`` on the current stream and return the output, allocated where the problem has none."""
     return Plan(problem).execute(problem)
-
-
-def operands(problem: AttentionProblem, out: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """Return the tensors whose addresses a kernel gets, by name and in the order of its addresses."""
-    table, lse = problem.page_table or topk_page_table(problem), problem.lse
-
-    def start(offsets: TokenOffsets | None) -> torch.Tensor | None:
-        return None if offsets is None else offsets.tensor
-
-    def on_device(scale: float | torch.Tensor) -> torch.Tensor | None:
-        return scale if isinstance(scale, torch.Tensor) else None
-
-    keys = dict(dcp_kv_lens=None if problem.dcp_rank is None else problem.dcp_rank.kv_lens)
-    if problem.family is Family.PREFILL:
-        keys = dict(k_offsets=start(problem.k_offsets))
-    named = dict(
-        query=problem.query,
-        key=problem.key,
-        value=problem.value,
-        out=out,
-        q_offsets=start(problem.q_offsets),
-        o_offsets=start(problem.o_offsets),
-        **keys,
-        v_offsets=start(problem.v_offsets),
-        q_lens=problem.q_lens,
-        kv_lens=problem.kv_lens,
-        key_table=None if table is None else table.key,
-        value_table=None if table is None else table.value,
-        softmax_scale=on_device(problem.softmax_scale),
-        output_scale=on_device(problem.output_scale),
-        sinks=problem.sinks,
-        lse=None if lse is None else lse.tensor,
-        lse_offsets=None if lse is None else start(lse.offsets),
-        statistics=problem.statistics,
-        skipped=problem.skipped_tiles,
-        output_factor=on_device(problem.output_factor),
-        draft_mask=problem.draft_mask,
-        scratch=problem.scratch,
-    )
-    kv, out_scales = problem.kv_scales, problem.out_scales
-    if kv is None and out_scales is None:
-        return named
-    return named | dict(
-        key_scales=None if kv is None else kv.key,
-        value_scales=None if kv is None else kv.value,
-        out_scales=None if out_scales is None else out_scales.tensor,
-    )
 
 
 def host_scales(problem: AttentionProblem) -> tuple[float, float]:

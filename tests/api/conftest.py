@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -12,8 +12,8 @@ from hopwell import cudnn, decode, mla
 from hopwell._calls import launch
 from hopwell._entries.context_by_request import ContextByRequest
 from hopwell.kernels.launch.arguments import addresses_of
-from hopwell.kernels.launch.plan import operands
 from hopwell.kernels.problem import AttentionProblem
+from hopwell.kernels.registry import IMPLEMENTATIONS
 
 TICKETS = 1 << 40
 
@@ -34,9 +34,13 @@ class RecordingPlan:
         out = problem.out
         if out is None:
             out = problem.query.new_empty((*problem.query.shape[:-1], problem.v_dim))
-        addresses = addresses_of(operands(problem, out))
+        addresses = addresses_of(self.operands(problem, out))
         self.function(self.anchor, (*addresses, TICKETS))
         return out
+
+    @staticmethod
+    def operands(problem: AttentionProblem, out: torch.Tensor | None) -> Mapping[str, torch.Tensor | None]:
+        return IMPLEMENTATIONS[problem.family, "sm_90a"][0].operands(problem, out)
 
     def constants(self, softmax_scale: float, output_scale: float) -> tuple[float, float]:
         return softmax_scale, output_scale

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hopwell
 from hopwell import page
 from hopwell._entries import append as append_entry
+from hopwell.kernels.append.geometry import append_operands
 
 CASES = [case for case in FORMS if case.runs]
 
@@ -37,6 +38,7 @@ class RecordingAppend:
 
     has_work = repeatable = True
     anchor, constants = object(), ()
+    operands = staticmethod(append_operands)
     launches = 0
 
     def __init__(self, problem: Any):

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 import hopwell
 from hopwell import page
 from hopwell._entries import append as append_entry
+from hopwell.kernels.append.geometry import append_operands
 from hopwell.kernels.jit import settings
 
 PAIR = (data(4, 16, 2, 64), data(4, 16, 2, 64))
@@ -54,6 +55,7 @@ def nothing_launched(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     class AppendPlan:
         has_work = repeatable = True
         anchor, constants = object(), ()
+        operands = staticmethod(append_operands)
 
         def __init__(self, problem: Any):
             pass

@@ -20,6 +20,7 @@ from helpers.calls import valid_calls
 
 import hopwell
 from hopwell import layouts
+from hopwell.kernels.append.geometry import append_operands
 from hopwell.kernels.append.plan import AppendPlan
 from hopwell.kernels.jit import settings
 
@@ -110,6 +111,7 @@ def test_a_public_function_in_a_compiled_one(function: Callable[..., Any], monke
     launches: list[Any] = []
     monkeypatch.setattr(AppendPlan, "__init__", lambda self, problem: None)
     monkeypatch.setattr(AppendPlan, "has_work", False, raising=False)
+    monkeypatch.setattr(AppendPlan, "operands", staticmethod(append_operands), raising=False)
     monkeypatch.setattr(AppendPlan, "launch", lambda self, views, name: launches.append(views))
     build, called = ARGUMENTS.get(function.__name__), Compiled(function)
     if build is None:

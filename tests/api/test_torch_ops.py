@@ -23,6 +23,7 @@ import hopwell
 from hopwell import page, torch_ops
 from hopwell._calls import launch
 from hopwell._entries import append as append_entry
+from hopwell.kernels.append.geometry import append_operands
 from hopwell.utils import FP4Tensor
 from tests.api.conftest import RecordingPlan
 
@@ -48,6 +49,7 @@ class ZeroAppend:
     """The same for append: the first key and value of each page are zeros."""
 
     has_work, repeatable = True, False
+    operands = staticmethod(append_operands)
 
     def __init__(self, problem: Any):
         self._problem = problem

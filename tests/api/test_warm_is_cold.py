@@ -20,6 +20,7 @@ from hopwell import cudnn, decode, mla, page, prefill
 from hopwell._calls import gradients, launch
 from hopwell._calls.repeat import metadata
 from hopwell._entries import append as append_entry
+from hopwell.kernels.append.geometry import append_operands
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # some kinds of tensors are prototypes
 CALLS = {
@@ -59,7 +60,7 @@ class Launches:
                 out = problem.out
                 if out is None:
                     out = problem.query.new_empty((*problem.query.shape[:-1], problem.v_dim))
-                addresses = launch.addresses_of(launch.operands(problem, out))
+                addresses = launch.addresses_of(self.operands(problem, out))
                 self.function(self.anchor, (*addresses, 0), *self.constants(*launch.host_scales(problem)))
                 return out
 
@@ -72,13 +73,14 @@ class Launches:
         class AppendPlan:
             repeatable = True
             anchor = object()
+            operands = staticmethod(append_operands)
 
             def __init__(self, problem: Any):
                 self.constants = (described(problem),)
                 self.has_work = problem.key.shape[0] > 0
 
             def launch(self, views: Any, *_: Any) -> None:
-                self.function(self.anchor, tuple(0 if view is None else view.data_ptr() for view in views))
+                self.function(self.anchor, tuple(0 if view is None else view.data_ptr() for view in views.values()))
 
             def function(self, anchor: object, addresses: tuple[int, ...], *constants: Any) -> None:
                 outer.noted.append((addresses, constants or self.constants))

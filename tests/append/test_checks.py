@@ -16,6 +16,7 @@ from hopwell import emulator, page
 from hopwell._entries.append import AppendCalls
 from hopwell.kernels import support
 from hopwell.kernels.append.config import CacheType, shipped_append_configs
+from hopwell.kernels.append.geometry import append_operands
 from hopwell.kernels.append.plan import AppendPlan
 from hopwell.kernels.jit.toolchain import artifact
 
@@ -305,7 +306,8 @@ def test_a_repeated_call_is_launched_with_its_own_addresses(
         assert more == constants
         launched.append(addresses)
 
-    made = dict(has_work=True, repeatable=True, function=function, anchor=object(), constants=constants)
+    made = dict(has_work=True, repeatable=True, operands=append_operands)
+    made |= dict(function=function, anchor=object(), constants=constants)
     monkeypatch.setattr(AppendPlan, "__init__", lambda self, problem: vars(self).update(made))
     monkeypatch.setattr(AppendPlan, "launch", lambda self, views, name: None)
     monkeypatch.setattr(page, "_APPEND", AppendCalls())

@@ -10,6 +10,7 @@ import torch
 from helpers.batches.append import FP8, NVFP4, Case, Data
 
 import hopwell
+from hopwell.kernels.append.geometry import append_operands
 from hopwell.kernels.append.plan import AppendPlan
 from hopwell.kernels.jit import settings
 
@@ -25,6 +26,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(AppendPlan, "__init__", lambda self, problem: None)
     monkeypatch.setattr(AppendPlan, "has_work", True, raising=False)
     monkeypatch.setattr(AppendPlan, "repeatable", True, raising=False)
+    monkeypatch.setattr(AppendPlan, "operands", staticmethod(append_operands), raising=False)
     monkeypatch.setattr(AppendPlan, "launch", lambda self, views, name: found.append(views))
     return found
 

@@ -11,14 +11,15 @@ import torch
 from helpers.cases.decode import cut_tokens
 from helpers.cases.kernel_problems import empty, paged
 from helpers.covering.configs import COVERING_MLA
+from helpers.covering.shipped import all_shipped
 
 from hopwell.kernels.config import mla as mla_config
 from hopwell.kernels.config.base import KvFetch, KvType
-from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.config.mla import MlaConfig, resolve_mla
 from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, ROWS
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
-from hopwell.kernels.registry import build, has_fp8_mma, resolve, shipped_configs
+from hopwell.kernels.registry import build, query_dtype, resolve
 from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, Sm100SwapABMlaConfig
@@ -29,7 +30,7 @@ SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 ARCH = "sm_90a"
 FP8 = torch.float8_e4m3fn
-SHIPPED = list(shipped_mla_configs())
+SHIPPED = all_shipped(ARCH, Family.MLA)
 PAGE_SIZES = [1 << i for i in range(12)]
 
 
@@ -54,9 +55,9 @@ def test_names_are_those_of_no_other_kernel() -> None:
 
 def test_blackwell_has_none_of_sm120() -> None:
     for arch in ("sm_100a", "sm_103a"):
-        kinds = {type(config) for config in shipped_configs(arch, Family.MLA)}
+        kinds = {type(config) for config in all_shipped(arch, Family.MLA)}
         assert kinds == {Sm100MlaConfig, Sm100SwapABMlaConfig}
-    assert list(shipped_configs("sm_80", Family.MLA)) == []
+    assert all_shipped("sm_80", Family.MLA) == []
 
 
 def test_what_is_compiled_in_tests_is_shipped() -> None:
@@ -98,8 +99,9 @@ def test_fp8_queries() -> None:
     assert "output dtype torch.float8_e4m3fn" in refusal(replace(base, out=empty(60, 16, 512, dtype=FP8)))
     assert resolve_mla(replace(base, query=empty(60, 16, 576)), ARCH).kv_type is KvType.E4M3
     assert "query dtype torch.float8_e4m3fn" in refusal(base, "sm_120a")
-    assert [has_fp8_mma(arch) for arch in ("sm_90a", "sm_100a", "sm_120a", "sm_80")] == [True, True, False, False]
-    assert not any(config.uses_fp8_mma for config in shipped_configs("sm_120a", Family.MLA))
+    assert not any(config.uses_fp8_mma for config in all_shipped("sm_120a", Family.MLA))
+    taken = {arch: query_dtype(Family.MLA, arch, FP8, FP8) for arch in ("sm_90a", "sm_100a", "sm_120a", "sm_80")}
+    assert taken == {"sm_90a": FP8, "sm_100a": FP8, "sm_120a": torch.bfloat16, "sm_80": FP8}
 
 
 def test_run_time_facts_do_not_make_other_kernels() -> None:

@@ -25,7 +25,8 @@ from hopwell.kernels.launch.arguments import (
     ScaledGeometry,
 )
 from hopwell.kernels.launch.geometry import prefill_geometry as geometry
-from hopwell.kernels.launch.plan import Plan, host_scales, operands
+from hopwell.kernels.launch.operands import decode_operands, prefill_operands
+from hopwell.kernels.launch.plan import Plan, host_scales
 from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -92,7 +93,7 @@ class TestOperands:
         """Places are counted by hand in the callers: the order of OPERANDS."""
         problem, tensors = everything()
         assert problem.out is not None
-        found = operands(problem, problem.out)
+        found = prefill_operands(problem, problem.out)
         assert set(tensors) == set(OPERANDS)
         assert tuple(found) == OPERANDS
         for name, tensor in found.items():
@@ -103,25 +104,25 @@ class TestOperands:
 
     def test_kernels_without_block_scales_have_no_place_for_them(self) -> None:
         problem, _ = everything()
-        found = operands(replace(problem, kv_scales=None, out_scales=None), problem.out)
+        found = prefill_operands(replace(problem, kv_scales=None, out_scales=None), problem.out)
         assert tuple(found) == Addresses._fields[:-1]
 
     @pytest.mark.parametrize("sample", [samples.decode, samples.mla])
     def test_decode_has_lengths_of_all_dcp_ranks_where_prefill_has_offsets_of_keys(self, sample: Any) -> None:
         problem = sample(mask=MaskKind.CYCLIC)
-        found = operands(problem, None)
+        found = decode_operands(problem, None)
         assert (*found, "tickets") == DecodeAddresses._fields
         assert found["dcp_kv_lens"] is problem.dcp_rank.kv_lens
-        assert operands(sample(), None)["dcp_kv_lens"] is None
+        assert decode_operands(sample(), None)["dcp_kv_lens"] is None
         changed = {of: to for of, to in zip(Addresses._fields, DecodeAddresses._fields, strict=True) if of != to}
         assert changed == {"k_offsets": "dcp_kv_lens"}
-        scaled = operands(samples.decode(kv=torch.uint8), None)
+        scaled = decode_operands(samples.decode(kv=torch.uint8), None)
         assert (*scaled, "tickets") == ScaledDecodeAddresses._fields
 
     def test_absent_tensors(self) -> None:
         key, value = (empty(40, 2, 128).transpose(0, 1)[None] for _ in range(2))
         problem = contiguous(key, value)
-        found = operands(problem, None)
+        found = prefill_operands(problem, None)
         there = {"query", "key", "value", "q_offsets", "k_offsets", "kv_lens"}
         assert {name for name, tensor in found.items() if tensor is not None} == there
 

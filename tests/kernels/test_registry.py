@@ -10,10 +10,12 @@ import pytest
 import torch
 from helpers.batches.decode import DecodeBatch
 from helpers.cases.kernel_problems import cache, empty, paged
+from helpers.covering.shipped import all_shipped
 
 from hopwell._entries.decoding import workspace_bytes
 from hopwell.kernels import registry, support
-from hopwell.kernels.capability import features
+from hopwell.kernels.capability import features, samples
+from hopwell.kernels.capability.shipped import kernels_to_ship
 from hopwell.kernels.config.base import KvType, Traits
 from hopwell.kernels.config.decode import COMPILED_HEAD_DIMS, KV_TYPES, NARROW_TYPES
 from hopwell.kernels.launch import plan
@@ -37,7 +39,7 @@ def problem(**changes: object) -> AttentionProblem:
 
 @pytest.mark.parametrize(("family", "arch"), IMPLEMENTATIONS)
 def test_what_is_compiled_ahead_belongs_to_the_family(family: Family, arch: str) -> None:
-    configs = list(shipped_configs(arch, family))
+    configs = all_shipped(arch, family)
     assert configs
     for config in configs:
         assert (config.family, config.arch) == (family, arch)
@@ -48,7 +50,7 @@ def test_what_is_compiled_ahead_belongs_to_the_family(family: Family, arch: str)
 @pytest.mark.parametrize(("family", "arch"), [key for key, made in IMPLEMENTATIONS.items() if len(made) > 1])
 def test_two_kinds_of_configs_never_share_a_name(family: Family, arch: str) -> None:
     """The name is the key of a compiled kernel. Kinds may be equal in every field, unless their rows differ."""
-    shipped = list(shipped_configs(arch, family))
+    shipped = all_shipped(arch, family)
     for first, second in itertools.combinations([made.config for made in IMPLEMENTATIONS[family, arch]], 2):
         preferred, others = ([config for config in shipped if isinstance(config, kind)] for kind in (first, second))
         assert preferred
@@ -74,7 +76,7 @@ def test_an_architecture_without_kernels_is_refused(family: Family) -> None:
     message = refuse(of, "sm_80")
     assert message is not None
     assert message.endswith(f"kernel for sm_80; supported: {', '.join(architectures(family))}")
-    assert list(shipped_configs("sm_80", family)) == []
+    assert all_shipped("sm_80", family) == []
 
 
 def test_a_reason_or_none() -> None:
@@ -92,7 +94,7 @@ def test_decode_needs_scratch() -> None:
 def test_a_config_is_built_by_its_family(family: Family, arch: str) -> None:
     """Modules that build are known by name, so one kernel of each kind has to find its own."""
     kinds = ("has_tree", "uses_fp8_mma", "kv_bytes")
-    configs = {tuple(getattr(c, kind, None) for kind in kinds): c for c in shipped_configs(arch, family)}
+    configs = {tuple(getattr(c, kind, None) for kind in kinds): c for c in all_shipped(arch, family)}
     for config in configs.values():
         kernel, arguments = build(config)
         assert kernel.config is config
@@ -126,8 +128,10 @@ def test_another_implementation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> N
     made = Implementation(
         DummyConfig,
         resolve,
-        shipped=lambda arch, preferred: iter([DummyConfig(arch)]),
+        shipped=lambda arch, types, preferred: iter([DummyConfig(arch)] if types == support.TYPES_FP8 else []),
         build=lambda config: (f"built {config.name}", ()),
+        query_dtype=lambda query, kv: torch.float16 if query == kv == torch.float8_e4m3fn else query,
+        operands=lambda problem, out: {"out": out, "query": problem.query},
         geometry=lambda problem, config: (problem.batch, 17),
         numbers=lambda problem: (0.25,),
         counters=lambda sizes, config: sizes[1],
@@ -138,13 +142,18 @@ def test_another_implementation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> N
     data = DecodeBatch([1, 1], [5, 7], heads=2, kv_heads=1, head_dim=48, device="cpu")
     problem = data.decode(16)
     found = plan.Plan(problem)
-    found.execute(problem)
+    out = found.execute(problem)
     (_, addresses, geometry, _, _, number, _) = launched[0]
     assert (*geometry,) == (2, 17)
     assert number == 0.25
-    assert addresses[-1] == found.tickets.address()
+    assert addresses == (out.data_ptr(), problem.query.data_ptr(), found.tickets.address())
     assert found.tickets.bytes == 4 * 18, "17, rounded up"
     assert registry.build(found.config) == ("built dummy", ())
+    dummy = [DummyConfig("sm_90a")]
+    assert [c for c in kernels_to_ship("sm_90a", (support.TYPES_FP8,)) if c.family is Family.DECODE] == dummy
+    assert [c for c in kernels_to_ship("sm_90a") if c.family is Family.DECODE] == []
+    sample = samples.decode(dims=(48, 48), query=samples.FP8, kv=samples.FP8)
+    assert features.as_launched(sample, "sm_90a").query.dtype == torch.float16
     assert workspace_bytes(3, 1, 48, 100, "cpu") == 3000 + EMULATED_SMS
     assert registry.refuse(data.decode(16), "sm_90a") is None
     other = DecodeBatch([1], [5], heads=2, kv_heads=1, head_dim=64, device="cpu")

@@ -7,14 +7,16 @@ import sys
 import pytest
 from helpers.cases.decode import cut_tokens
 from helpers.cases.mla import Case, check_case, heads_of
+from helpers.covering.shipped import all_shipped
 from helpers.device.sanitizer import TOOLS, check_sanitized
 
-from hopwell.kernels.config.mla import MlaConfig, shipped_mla_configs
+from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, ROWS
+from hopwell.kernels.problem import Family
 
 pytestmark = pytest.mark.gpu
 
-SHIPPED = list(shipped_mla_configs())
+SHIPPED = all_shipped("sm_90a", Family.MLA)
 
 
 def small_case(config: MlaConfig) -> None:

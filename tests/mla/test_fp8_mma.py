@@ -30,8 +30,8 @@ from helpers.cases.mla import (
 from hopwell.kernels import execute, support
 from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, ROWS
 from hopwell.kernels.jit import settings
-from hopwell.kernels.problem import AttentionProblem, PageTable
-from hopwell.kernels.registry import has_fp8_mma, resolve
+from hopwell.kernels.problem import AttentionProblem, Family, PageTable
+from hopwell.kernels.registry import query_dtype, resolve
 from tests.mla.test_clients import call
 from tests.mla.test_parts import Buffers
 
@@ -42,10 +42,14 @@ FULL_TILES = pytest.mark.parametrize("heads", [16, 64], ids=["rows16", "rows64"]
 SHARED_KEYS = {16: 64, 64: 128}  # keys with one reference, by heads: of a tile, or of the two tiles of a step
 
 
+def multiplies_fp8(arch: str) -> bool:
+    return query_dtype(Family.MLA, arch, E4M3, E4M3) == E4M3
+
+
 @pytest.fixture(autouse=True)
 def fp8_products(request: pytest.FixtureRequest) -> None:
     """Skip GPUs that run kernels of another architecture, where these queries are dequantized first."""
-    if request.node.get_closest_marker("gpu") and not has_fp8_mma(support.arch_of(torch.device("cuda"))):
+    if request.node.get_closest_marker("gpu") and not multiplies_fp8(support.arch_of(torch.device("cuda"))):
         pytest.skip("kernels of this architecture do not multiply e4m3 queries")
 
 
@@ -62,8 +66,8 @@ def bytes_of(data: Fp8MlaBatch, problem: AttentionProblem, **more: Any) -> torch
 
 def test_kernels_use_fp8_mma() -> None:
     """The other tests of this file rely on this property."""
-    assert has_fp8_mma("sm_90a")
-    assert not has_fp8_mma("sm_120a")
+    assert multiplies_fp8("sm_90a")
+    assert not multiplies_fp8("sm_120a")
     for heads, rows in ((FEW_HEADS, LATENT_SWAP_AB_ROWS), (MANY_HEADS, ROWS)):
         config = resolve(batch("cpu", heads=heads).decode(64), "sm_90a")
         assert (config.uses_fp8_mma, config.rows, config.out_dtype) == (True, rows, "bf16")

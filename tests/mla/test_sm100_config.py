@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cases.kernel_problems import empty, paged
+from helpers.covering.shipped import all_shipped
 from helpers.covering.sm100_swap_ab_mla import COVERING_SWAP_AB_MLA
 
 from hopwell.kernels.config import splitting
@@ -23,7 +24,7 @@ from hopwell.kernels.launch.geometry import decode_geometry
 from hopwell.kernels.parts.core.kernel import work_queue_stride
 from hopwell.kernels.parts.partition.split_kv import SplitTile
 from hopwell.kernels.problem import AttentionProblem, Family
-from hopwell.kernels.registry import build, resolve, scratch_bytes, shipped_configs
+from hopwell.kernels.registry import build, resolve, scratch_bytes
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig, Sm100SwapABMlaConfig
 from hopwell.kernels.sm100.mla.kernel import MlaSm100
@@ -33,9 +34,9 @@ from hopwell.layouts import FP8_DS_MLA_BYTES, mla_kv_views
 pytestmark = pytest.mark.traced
 
 WIDE, NARROW = MLA_HEAD_DIMS
-SHIPPED = {arch: [c for c in shipped_configs(arch, Family.MLA) if isinstance(c, Sm100MlaConfig)] for arch in BLACKWELL}
+SHIPPED = {arch: [c for c in all_shipped(arch, Family.MLA) if isinstance(c, Sm100MlaConfig)] for arch in BLACKWELL}
 SWAP_AB = {
-    arch: [c for c in shipped_configs(arch, Family.MLA) if isinstance(c, Sm100SwapABMlaConfig)] for arch in BLACKWELL
+    arch: [c for c in all_shipped(arch, Family.MLA) if isinstance(c, Sm100SwapABMlaConfig)] for arch in BLACKWELL
 }
 FP8 = torch.float8_e4m3fn
 # Types of queries and of the cache. Rows of 656 bytes are uint8.
@@ -191,7 +192,7 @@ def test_what_is_shipped(arch: str) -> None:
 @pytest.mark.parametrize("arch", BLACKWELL)
 def test_which_kernels_of_few_rows_are_shipped(arch: str) -> None:
     """Hopper ships the same kernels of 16 rows."""
-    hopper = [config for config in shipped_configs("sm_90a", Family.MLA) if config.rows == LATENT_SWAP_AB_ROWS]
+    hopper = [config for config in all_shipped("sm_90a", Family.MLA) if config.rows == LATENT_SWAP_AB_ROWS]
     names = [config.name for config in SWAP_AB[arch]]
     assert len(names) == len(set(names)) > 0
     assert {*names} == {config.name.replace("sm_90a_", f"{arch}_tcgen05_") for config in hopper}

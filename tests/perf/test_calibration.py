@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("tabulate")
 
-from hopwell.kernels.config.mla import shipped_mla_configs
+from helpers.covering.shipped import all_shipped
+
 from hopwell.kernels.jit.toolchain import artifact
+from hopwell.kernels.problem import Family
 from hopwell.kernels.sm100.mla.config import Sm100MlaConfig
 from hopwell.kernels.sm100.prefill.config import HALVES
 from hopwell.perf import blackwell_plans, calibration
@@ -297,7 +299,7 @@ def test_the_estimate_of_softmax_is_that_of_compiled_code(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 def test_the_estimate_of_a_rescale_is_that_of_compiled_code(dtype: str) -> None:
     """From the wait for O to the arrival that releases it."""
-    configs = shipped_mla_configs("sm_100a", kind=Sm100MlaConfig)
+    configs = [c for c in all_shipped("sm_100a", Family.MLA) if isinstance(c, Sm100MlaConfig)]
     config = next(one for one in configs if one.dtype == dtype and one.head_dim_v == 512 and not one.sparse)
     code = disassemble(artifact(config).cubin)
     (loop,) = innermost(sass_loops(code), lambda one: {"LDTM", "STTM"} <= {code[i].root for i in one.path})

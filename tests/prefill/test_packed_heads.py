@@ -10,7 +10,7 @@ from helpers.batches.prefill import CAUSAL, FULL, Batch, chunked, starts, window
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.launch.plan import operands
+from hopwell.kernels.launch.operands import prefill_operands
 from hopwell.kernels.problem import AttentionProblem, Mask, Score, ScoreKind
 from hopwell.kernels.registry import resolve
 
@@ -90,7 +90,8 @@ def test_graph_with_other_lengths(page_size: int | None) -> None:
     with torch.cuda.graph(graph):
         execute(captured)
     for problem, want in zip((first, second), expected, strict=True):
-        for mine, other in zip(operands(captured, None).values(), operands(problem, None).values(), strict=True):
+        views = (prefill_operands(one, None).values() for one in (captured, problem))
+        for mine, other in zip(*views, strict=True):
             if mine is not None:
                 mine.copy_(other)
         graph.replay()

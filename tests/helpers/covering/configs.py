@@ -262,7 +262,8 @@ def covering_blackwell_narrow_configs(arch: str = "sm_100a") -> list[Sm100Prefil
 
 def tcgen05_configs() -> list[KernelConfig]:
     """Return every registered kernel with tcgen05, and the covering ones that are compiled on demand."""
-    shipped = (c for arch in BLACKWELL for family in Family for c in shipped_configs(arch, family))
+    shipped = [c for arch in BLACKWELL for family in Family for c in shipped_configs(arch, family)]
+    shipped += [c for arch in BLACKWELL for c in shipped_configs(arch, Family.MLA, support.TYPES_FP8)]
     found = dict.fromkeys(c for c in shipped if c.matrix_instruction.startswith("tcgen05"))
     kinds = (covering_blackwell_configs, covering_blackwell_fp8_configs, covering_blackwell_narrow_configs)
     return [*(found | dict.fromkeys(c for arch in BLACKWELL for kind in kinds for c in kind(arch)))]
