@@ -170,7 +170,8 @@ def dequantized_query(query: torch.Tensor) -> torch.Tensor:
     if is_traced(query):
         return query  # the op does it
     _check_query(query)  # before the copy, which would hide faults of the original
-    return query.to(registry.query_dtype(Family.PREFILL, support.arch_of(query.device), query.dtype, torch.uint8))
+    dtype = registry.query_dtype(Family.PREFILL, support.arch_of(query.device), query.dtype, torch.uint8)
+    return query if dtype == query.dtype else query.to(dtype)
 
 
 def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:
