@@ -6,12 +6,13 @@
 EXPORT shadow *core_shadow_new(u32 cells, i32 cap);
 EXPORT void core_shadow_free(shadow *s);
 
-enum { S_TID_X, S_TID_Y, S_TID_Z, S_CTAID_X, S_CTAID_Y, S_CTAID_Z, S_NCTAID_X, S_NCTAID_Y, S_NCTAID_Z, S_NTID_X, S_NTID_Y,
-       S_NTID_Z, S_CLUSTER_CTAID_X, S_CLUSTER_CTAID_Y, S_CLUSTER_CTAID_Z, S_CLUSTER_NCTAID_X, S_CLUSTER_NCTAID_Y,
-       S_CLUSTER_NCTAID_Z, S_CLUSTERID_X, S_CLUSTERID_Y, S_CLUSTERID_Z, S_NCLUSTERID_X, S_NCLUSTERID_Y, S_NCLUSTERID_Z,
-       S_CLUSTER_CTARANK, S_CLUSTER_NCTARANK, S_LANEID, S_WARPID, S_NWARPID, S_SMID, S_NSMID, S_LANEMASK_EQ, S_LANEMASK_LT,
-       S_LANEMASK_LE, S_LANEMASK_GT, S_LANEMASK_GE, S_DYNAMIC_SMEM, S_TOTAL_SMEM, S_SHARED_ADDRESS, S_SHARED_ADDRESS64,
-       S_GRIDID };
+enum { S_TID_X, S_TID_Y, S_TID_Z, S_CTAID_X, S_CTAID_Y, S_CTAID_Z, S_NCTAID_X, S_NCTAID_Y, S_NCTAID_Z,
+       S_NTID_X, S_NTID_Y, S_NTID_Z, S_CLUSTER_CTAID_X, S_CLUSTER_CTAID_Y, S_CLUSTER_CTAID_Z,
+       S_CLUSTER_NCTAID_X, S_CLUSTER_NCTAID_Y, S_CLUSTER_NCTAID_Z,
+       S_CLUSTERID_X, S_CLUSTERID_Y, S_CLUSTERID_Z, S_NCLUSTERID_X, S_NCLUSTERID_Y, S_NCLUSTERID_Z,
+       S_CLUSTER_CTARANK, S_CLUSTER_NCTARANK, S_LANEID, S_WARPID, S_NWARPID, S_SMID, S_NSMID, S_LANEMASK_EQ,
+       S_LANEMASK_LT, S_LANEMASK_LE, S_LANEMASK_GT, S_LANEMASK_GE, S_DYNAMIC_SMEM, S_TOTAL_SMEM, S_SHARED_ADDRESS,
+       S_SHARED_ADDRESS64, S_GRIDID };
 
 static u32 special_value(const machine *M, const cta *c, const warp *w, const special *s, int l) {
   const u32 *b = M->block, *g = M->grid, *k = M->cluster_dim;
@@ -26,8 +27,10 @@ static u32 special_value(const machine *M, const cta *c, const warp *w, const sp
     case S_CLUSTER_CTAID_X: case S_CLUSTER_CTAID_Y: case S_CLUSTER_CTAID_Z:
       return c->id[s->kind - S_CLUSTER_CTAID_X] % k[s->kind - S_CLUSTER_CTAID_X];
     case S_CLUSTER_NCTAID_X: case S_CLUSTER_NCTAID_Y: case S_CLUSTER_NCTAID_Z: return k[s->kind - S_CLUSTER_NCTAID_X];
-    case S_CLUSTERID_X: case S_CLUSTERID_Y: case S_CLUSTERID_Z: return c->id[s->kind - S_CLUSTERID_X] / k[s->kind - S_CLUSTERID_X];
-    case S_NCLUSTERID_X: case S_NCLUSTERID_Y: case S_NCLUSTERID_Z: return g[s->kind - S_NCLUSTERID_X] / k[s->kind - S_NCLUSTERID_X];
+    case S_CLUSTERID_X: case S_CLUSTERID_Y: case S_CLUSTERID_Z:
+      return c->id[s->kind - S_CLUSTERID_X] / k[s->kind - S_CLUSTERID_X];
+    case S_NCLUSTERID_X: case S_NCLUSTERID_Y: case S_NCLUSTERID_Z:
+      return g[s->kind - S_NCLUSTERID_X] / k[s->kind - S_NCLUSTERID_X];
     case S_CLUSTER_CTARANK: return c->rank;
     case S_CLUSTER_NCTARANK: return c->cluster->n_ctas;
     case S_LANEID: return (u32)l;
@@ -137,8 +140,8 @@ EXPORT void core_cluster_free(machine *M, cluster *k) {
     for (int j = 0; j < c->n_warps; j++) {
       warp *w = &c->warps[j];
       horizon_free(M, w);
-      free(w->file), free(w->pred), free(w->written), free(w->busy), free(w->touched), free(w->origin), free(w->local), free(w->vc);
-      free(w->fenced), free(w->unfenced);
+      free(w->file), free(w->pred), free(w->written), free(w->busy), free(w->touched), free(w->origin);
+      free(w->local), free(w->vc), free(w->fenced), free(w->unfenced);
     }
     for (int j = 0; j < c->n_mbars; j++) free(c->mbars[j].vc);
     for (int j = 0; j < 16; j++) free(c->bars[j].vc);
@@ -164,6 +167,7 @@ EXPORT const u32 *core_layout(void) {
       sizeof(mbarrier), offsetof(mbarrier, vc), offsetof(mbarrier, seen_phase),
       sizeof(named_barrier), sizeof(cta), offsetof(cta, smem_size), offsetof(cta, bars),
       sizeof(cluster), offsetof(cluster, n_ctas), offsetof(cluster, n_agents),
-      sizeof(region), sizeof(fault), sizeof(hazard), sizeof(machine), offsetof(machine, flags), offsetof(machine, err), 0};
+      sizeof(region), sizeof(fault), sizeof(hazard), sizeof(machine), offsetof(machine, flags),
+      offsetof(machine, err), 0};
   return table;
 }

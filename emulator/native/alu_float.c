@@ -36,8 +36,12 @@ BINARY(copysign_f32, u32, u32, u32, (a & 0x80000000u) | (b & 0x7fffffffu))
 BINARY(copysign_f64, u64, u64, u64, (a & 1ull << 63) | (b & ~(1ull << 63)))
 
 /* min/max: a NaN operand loses unless .NaN is given; -0 < +0 (PTX ISA, "min", "max"). */
-static inline f32 min2(f32 a, f32 b) { return a != a ? (b != b ? f32_of(0x7fffffff) : b) : b != b ? a : a < b ? a : b < a ? b : signbit(a) ? a : b; }
-static inline f32 max2(f32 a, f32 b) { return a != a ? (b != b ? f32_of(0x7fffffff) : b) : b != b ? a : a > b ? a : b > a ? b : signbit(a) ? b : a; }
+static inline f32 min2(f32 a, f32 b) {
+  return a != a ? (b != b ? f32_of(0x7fffffff) : b) : b != b ? a : a < b ? a : b < a ? b : signbit(a) ? a : b;
+}
+static inline f32 max2(f32 a, f32 b) {
+  return a != a ? (b != b ? f32_of(0x7fffffff) : b) : b != b ? a : a > b ? a : b > a ? b : signbit(a) ? b : a;
+}
 static inline f32 min_nan(f32 a, f32 b) { return a != a || b != b ? f32_of(0x7fffffff) : min2(a, b); }
 static inline f32 max_nan(f32 a, f32 b) { return a != a || b != b ? f32_of(0x7fffffff) : max2(a, b); }
 
@@ -66,7 +70,8 @@ BINARY(min_f64, f64, f64, f64, fmin(a, b))
 BINARY(max_f64, f64, f64, f64, fmax(a, b))
 
 /* Pairs of f32 in a 64-bit register. */
-#define PAIR32(name, expr) OP(name) { (void)pred; f32 *d = ROW(f32, 0); const f32 *a_ = ROW(f32, 1), *b_ = ROW(f32, 2); \
+#define PAIR32(name, expr) OP(name) { \
+  (void)pred; f32 *d = ROW(f32, 0); const f32 *a_ = ROW(f32, 1), *b_ = ROW(f32, 2); \
   _Pragma("GCC ivdep") for (int l = 0; l < 2 * LANES; l++) { f32 a = a_[l], b = b_[l]; d[l] = (expr); } }
 PAIR32(add_f32x2, a + b)
 PAIR32(sub_f32x2, a - b)
@@ -94,9 +99,11 @@ static inline f64 sum_to_odd(f64 a, f64 b) {
   const u16 *a = ROW(u16, 1), *b = ROW(u16, 2), *c = ROW(u16, 3); \
   for (int l = 0; l < n; l++) d[l] = round(sum_to_odd((f64)get(a[l]) * (f64)get(b[l]), get(c[l])), (u32)i->imm); }
 #define HALF_ALL(t, n, get, round) \
-  HALF_BIN(add_##t, n, get, round, a + b) HALF_BIN(sub_##t, n, get, round, a - b) HALF_BIN(mul_##t, n, get, round, a * b) \
+  HALF_BIN(add_##t, n, get, round, a + b) HALF_BIN(sub_##t, n, get, round, a - b) \
+  HALF_BIN(mul_##t, n, get, round, a * b) \
   HALF_BIN(min_##t, n, get, round, min2((f32)a, (f32)b)) HALF_BIN(max_##t, n, get, round, max2((f32)a, (f32)b)) \
-  HALF_BIN(min_nan_##t, n, get, round, min_nan((f32)a, (f32)b)) HALF_BIN(max_nan_##t, n, get, round, max_nan((f32)a, (f32)b)) \
+  HALF_BIN(min_nan_##t, n, get, round, min_nan((f32)a, (f32)b)) \
+  HALF_BIN(max_nan_##t, n, get, round, max_nan((f32)a, (f32)b)) \
   HALF_FMA(fma_##t, n, get, round)
 static inline u16 round_f16(f64 x, u32 flags) {
   if (flags & ANY_RELU && !(x > 0) && x == x) x = 0;
@@ -175,7 +182,8 @@ static inline f32 finish(f32 x, u32 flags) {
 }
 #define IN(x) (flags & ANY_FTZ ? flush(x) : (x))
 #define ANY(name, T, n, expr) OP(name) { (void)pred; u32 flags = (u32)i->imm; \
-  volatile const f32 *a_ = ROW(f32, 1), *b_ = ROW(f32, i->o[2] == NONE ? 1 : 2), *c_ = ROW(f32, i->o[3] == NONE ? 1 : 3); \
+  volatile const f32 *a_ = ROW(f32, 1), *b_ = ROW(f32, i->o[2] == NONE ? 1 : 2); \
+  volatile const f32 *c_ = ROW(f32, i->o[3] == NONE ? 1 : 3); \
   f32 out[n]; int old = fegetround(); fesetround(fe_modes[flags >> 2 & 3]); \
   for (int l = 0; l < n; l++) { volatile f32 a = IN(a_[l]), b = IN(b_[l]), c = IN(c_[l]); (void)b; (void)c; \
     volatile f32 r = (expr); out[l] = r; } \
@@ -196,10 +204,10 @@ ANY(fma_any_f32x2, f32, 2 * LANES, __builtin_fmaf(a, b, c))
 /* Comparisons: the plain forms are false for NaN, the *u forms true; num and nan test for NaN. */
 void store_compare(u32 *pred, const insn *i, u32 yes);
 #define COMPARE_ALL(t, T, get) \
-  CMP(eq_##t, T, get, a == b) CMP(ne_##t, T, get, a < b || a > b) CMP(lt_##t, T, get, a < b) CMP(le_##t, T, get, a <= b) \
-  CMP(gt_##t, T, get, a > b) CMP(ge_##t, T, get, a >= b) CMP(equ_##t, T, get, !(a < b || a > b)) \
-  CMP(neu_##t, T, get, !(a == b)) CMP(ltu_##t, T, get, !(a >= b)) CMP(leu_##t, T, get, !(a > b)) \
-  CMP(gtu_##t, T, get, !(a <= b)) CMP(geu_##t, T, get, !(a < b)) \
+  CMP(eq_##t, T, get, a == b) CMP(ne_##t, T, get, a < b || a > b) CMP(lt_##t, T, get, a < b) \
+  CMP(le_##t, T, get, a <= b) CMP(gt_##t, T, get, a > b) CMP(ge_##t, T, get, a >= b) \
+  CMP(equ_##t, T, get, !(a < b || a > b)) CMP(neu_##t, T, get, !(a == b)) CMP(ltu_##t, T, get, !(a >= b)) \
+  CMP(leu_##t, T, get, !(a > b)) CMP(gtu_##t, T, get, !(a <= b)) CMP(geu_##t, T, get, !(a < b)) \
   CMP(num_##t, T, get, a == a && b == b) CMP(nan_##t, T, get, a != a || b != b)
 #define CMP(name, T, get, expr) OP(setp_##name) { const T *a_ = ROW(T, 1), *b_ = ROW(T, 2); u8 r[LANES]; \
   for (int l = 0; l < LANES; l++) { __typeof__(get(a_[l])) a = get(a_[l]), b = get(b_[l]); r[l] = (expr); } \

@@ -31,8 +31,10 @@ ALL_WIDTHS(ARITH)
 
 BINARY(min_relu_s32, i32, i32, i32, (a < b ? a : b) < 0 ? 0 : (a < b ? a : b))
 BINARY(max_relu_s32, i32, i32, i32, (a < b ? b : a) < 0 ? 0 : (a < b ? b : a))
-BINARY(add_sat_s32, i32, i32, i32, ((i64)a + b > INT32_MAX ? INT32_MAX : (i64)a + b < INT32_MIN ? INT32_MIN : (i64)a + b))
-BINARY(sub_sat_s32, i32, i32, i32, ((i64)a - b > INT32_MAX ? INT32_MAX : (i64)a - b < INT32_MIN ? INT32_MIN : (i64)a - b))
+BINARY(add_sat_s32, i32, i32, i32,
+       ((i64)a + b > INT32_MAX ? INT32_MAX : (i64)a + b < INT32_MIN ? INT32_MIN : (i64)a + b))
+BINARY(sub_sat_s32, i32, i32, i32,
+       ((i64)a - b > INT32_MAX ? INT32_MAX : (i64)a - b < INT32_MIN ? INT32_MIN : (i64)a - b))
 
 #define WIDE(t, W, N) \
   BINARY(mul_wide_##t, W, N, N, (W)a * (W)b) \
@@ -69,7 +71,8 @@ PAIR16(max_u16x2, u16, a < b ? b : a)
 #define CARRY(name, T, W, bits, first, second) OP(name) { \
   T *d = ROW(T, 0); const T *a = ROW(T, 1), *b = ROW(T, 2); \
   u32 in = i->o[4] == NONE ? 0 : pred[i->o[4]], out = 0; \
-  for (int l = 0; l < LANES; l++) { W x = (W)a[l] first b[l] second (in >> l & 1); d[l] = (T)x; out |= (u32)(x >> bits & 1) << l; } \
+  for (int l = 0; l < LANES; l++) { \
+    W x = (W)a[l] first b[l] second (in >> l & 1); d[l] = (T)x; out |= (u32)(x >> bits & 1) << l; } \
   if (i->o[5] != NONE) pred[i->o[5]] = out; }
 CARRY(addc_b32, u32, u64, 32, +, +)
 CARRY(addc_b64, u64, unsigned __int128, 64, +, +)

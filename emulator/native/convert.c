@@ -43,7 +43,8 @@ PAIR_ANY(cvt_e2m1x2_f32, u16, 4, f64_to_e2m1)
 PAIR_ANY(cvt_ue8m0x2_f32, u16, 8, PUT_UE8M0)
 
 /* Packed 16-bit pair -> packed narrow pair, and back. */
-#define NARROW(name, get, put, shift) UNARY(name, u16, u32, ({ u32 flags = (u32)i->imm; int mode = flags & 7; (void)mode; \
+#define NARROW(name, get, put, shift) UNARY(name, u16, u32, ({ \
+  u32 flags = (u32)i->imm; int mode = flags & 7; (void)mode; \
   u32 hi = put(relu(get((u16)(a >> 16)), flags)), lo = put(relu(get((u16)a), flags)); hi << shift | lo; }))
 NARROW(cvt_e4m3x2_f16x2, f16_to_f32, f64_to_e4m3, 8)
 NARROW(cvt_e5m2x2_f16x2, f16_to_f32, f64_to_e5m2, 8)
@@ -94,7 +95,8 @@ static inline i64 as_integer(u64 x, int type) {
   }
 }
 static inline f64 as_float(u64 x, int type) {
-  return type == T_F16 ? f16_to_f32((u16)x) : type == T_BF16 ? bf16_to_f32((u16)x) : type == T_F32 ? f32_of((u32)x) : f64_of(x);
+  return type == T_F16 ? f16_to_f32((u16)x) : type == T_BF16 ? bf16_to_f32((u16)x)
+       : type == T_F32 ? f32_of((u32)x) : f64_of(x);
 }
 static inline f64 to_integral(f64 x, int mode) {
   return mode == ROUND_ZERO ? trunc(x) : mode == ROUND_DOWN ? floor(x) : mode == ROUND_UP ? ceil(x) : rint(x);

@@ -90,7 +90,8 @@ typedef struct warp {
   i32 *vc;         /* vector clock of WARP_PARTS parts */
   i64 executed;
   void *horizon;   /* what is known of other clusters (global_shadow.c) */
-  i32 *fenced, *unfenced; /* clocks that relaxed arrivals release, and that relaxed waits have seen; NULL: nothing yet */
+  i32 *fenced;     /* clocks that relaxed arrivals release; NULL: nothing yet */
+  i32 *unfenced;   /* clocks that relaxed waits have seen; NULL: nothing yet */
   i32 id, threads, n_frags, agent;
   u32 n_busy;
   u32 accessors;   /* lanes that accessed memory together since the lanes of the warp last synchronised */
@@ -216,7 +217,8 @@ typedef struct hazard {
   u64 cell, count;
 } hazard;
 
-enum { FLAG_RACE = 1, FLAG_PROXY = 2, FLAG_STRICT = 4, FLAG_BANKS = 8, FLAG_UNINIT_GLOBAL = 16, FLAG_CAREFUL = 32, FLAG_SYNC = 64 };
+enum { FLAG_RACE = 1, FLAG_PROXY = 2, FLAG_STRICT = 4, FLAG_BANKS = 8, FLAG_UNINIT_GLOBAL = 16, FLAG_CAREFUL = 32,
+       FLAG_SYNC = 64 };
 enum { MAX_HAZARDS = 256 };
 enum { SCHEDULE_EAGER, SCHEDULE_LATE, SCHEDULE_RANDOM, SCHEDULE_PRIORITY };
 enum { NUMERICS_AUTO, NUMERICS_HARDWARE, NUMERICS_FAST };
@@ -265,8 +267,8 @@ enum { RUN_BUDGET, RUN_BLOCKED, RUN_EVENT, RUN_EXITED, RUN_ERROR, RUN_SCOREBOARD
 #define ROW(T, k) ((T *)(file + i->o[k]))
 #define WROW(T, off) ((T *)(w->file + (off)))
 
-/* alloc.c: memory that serves one call of the core at a time, kept with the machine because several machines run at once.
- * Each use has a size of its own that never changes. */
+/* alloc.c: memory that serves one call of the core at a time. It is kept with the machine, because several
+ * machines run at once. Each use has a size of its own that never changes. */
 enum { SCRATCH_A, SCRATCH_B, SCRATCH_D, SCRATCH_TOTAL, SCRATCH_EXPONENTS, SCRATCH_BOX, SCRATCH_STAMP, SCRATCHES };
 void *scratch(machine *M, int use, size_t bytes);
 

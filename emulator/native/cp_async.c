@@ -28,7 +28,8 @@ EXPORT i32 core_copy_jobs(machine *M, warp *w, i32 pc, u32 m, copy_job *out) {
   return count;
 }
 
-EXPORT int core_copy_track(machine *M, warp *w, i32 pc, const copy_job *jobs, i32 count, i32 agent, i32 clock, const i32 *vc) {
+EXPORT int core_copy_track(machine *M, warp *w, i32 pc, const copy_job *jobs, i32 count, i32 agent, i32 clock,
+                           const i32 *vc) {
   for (i32 k = 0; k < count; k++) {
     cta *c = shared_cta(M, w, M->insns + pc, jobs[k].to, -1);
     if (!c) return SYS_ERROR;

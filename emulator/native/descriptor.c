@@ -11,8 +11,8 @@
  * With T elements per chunk and a swizzle atom W chunks wide (1, 2, 4 or 8), the canonical layouts of CUTLASS's
  * mma_traits_sm90_gmma.hpp are
  *
- *     K-major   row r, chunk c    (r % 8) W + (r / 8) SBO + c                       no swizzle: c LBO instead of c
- *     MN-major  chunk c, k        c % W + (c / W) LBO + (k % 8) W + (k / 8) SBO     no swizzle: c SBO + k % 8 + (k / 8) LBO
+ *   K-major   row r, chunk c    (r % 8) W + (r / 8) SBO + c                    no swizzle: c LBO instead of c
+ *   MN-major  chunk c, k        c % W + (c / W) LBO + (k % 8) W + (k / 8) SBO  no swizzle: c SBO + k % 8 + (k / 8) LBO
  *
  * The XOR swizzle acts on absolute address bits. So a start address inside an atom works as on hardware. Every kernel
  * advances K by 32 bytes in this way. */
@@ -23,7 +23,8 @@ static int swizzle_width(u64 descriptor, int blackwell) {
   return blackwell ? b200[descriptor >> 61] : hopper[descriptor >> 62];
 }
 
-/* K-major: [mn][k_bytes / 16]. MN-major: [k][mn * element / 16]. Returns how many; -1 for a layout that is not emulated. */
+/* K-major: [mn][k_bytes / 16]. MN-major: [k][mn * element / 16]. Returns how many; -1 for a layout that is not
+ * emulated. */
 i32 chunk_numbers(const operand *x, i32 *out) {
   u64 d = x->descriptor;
   i32 start = (i32)(d & 0x3fff), lbo = (i32)(d >> 16 & 0x3fff), sbo = (i32)(d >> 32 & 0x3fff), n = 0;

@@ -144,7 +144,8 @@ void global_order(machine *M, warp *w, u64 address, int lane, const insn *i) {
   }
 }
 
-/* A strong access to shared memory orders as one to global memory does. Its variable has an address that global memory lacks. */
+/* A strong access to shared memory orders as one to global memory does. Its variable has an address that global memory
+ * lacks. */
 void shared_order(machine *M, warp *w, const cta *c, u32 offset, int lane, const insn *i) {
   u64 address = 1ull << 63 | (u64)c->cluster->index << 32 | c->rank << RANK_SHIFT | offset;
   if (i->aux & AUX_STRONG) global_order(M, w, address, lane, i);
@@ -188,10 +189,10 @@ static int ordered(warp *w, const i32 *vc, const global_cell *o, u32 lanes) {
   return (known && o->clock <= known[o->agent]) || (fresh && o->clock <= fresh[o->agent]);
 }
 
-static void report(machine *M, warp *w, const region *r, u64 cell, int write, i32 pc, const global_cell *o, int other_write,
-                   i32 agent) {
-  hazard_report(M, (hazard){.kind = HAZARD_GLOBAL, .write = write, .other_write = other_write, .pc = pc, .other_pc = o->pc,
-                            .agent = agent, .other_agent = o->agent, .rank = (i32)o->cluster - 1,
+static void report(machine *M, warp *w, const region *r, u64 cell, int write, i32 pc, const global_cell *o,
+                   int other_write, i32 agent) {
+  hazard_report(M, (hazard){.kind = HAZARD_GLOBAL, .write = write, .other_write = other_write, .pc = pc,
+                            .other_pc = o->pc, .agent = agent, .other_agent = o->agent, .rank = (i32)o->cluster - 1,
                             .cluster = w->cta->cluster->index, .cell = r->base + 4 * cell});
 }
 
@@ -222,7 +223,8 @@ void global_touch(machine *M, warp *w, region *r, u64 address, u32 n, int write,
   touch_global(M, w, r, address, n, write, (i32)(i - M->insns), w->actor, w->vc[w->actor], w->vc, 1u << lane);
 }
 /* An access by an asynchronous engine on behalf of a warp. */
-EXPORT void core_global_touch(machine *M, warp *w, u64 address, u32 n, int write, i32 pc, i32 agent, i32 clock, const i32 *vc) {
+EXPORT void core_global_touch(machine *M, warp *w, u64 address, u32 n, int write, i32 pc, i32 agent, i32 clock,
+                              const i32 *vc) {
   region *r = region_find(M, address, address + n);
   if (r) touch_global(M, w, r, address, n, write, pc, agent, clock, vc, FULL);
 }

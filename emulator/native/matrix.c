@@ -1,5 +1,6 @@
 /* ldmatrix and stmatrix: 8x8 matrices of 16-bit elements (and their byte forms) between shared memory and registers.
- * PTX ISA, "ldmatrix", "stmatrix": lane l holds row l / 4, elements 2 (l % 4) and + 1; .trans exchanges rows and columns. */
+ * PTX ISA, "ldmatrix", "stmatrix": lane l holds row l / 4, elements 2 (l % 4) and + 1; .trans exchanges rows and
+ * columns. */
 #include "lane.h"
 
 enum { SHAPE_8X8_B16, SHAPE_16X16_B8, SHAPE_8X16_B4, SHAPE_8X16_B6, SHAPE_16X8_B8, SHAPE_16X16_B4, SHAPE_16X16_B6 };
@@ -25,7 +26,8 @@ static int row_pointers(machine *M, warp *w, const insn *i, int n, u32 bytes, in
       else if (memchr(c->init + offset, 0, bytes)) return fail(M, w, i, ERR_UNINIT_SHARED, l, address, 0);
     }
     w->actor = w->agent;
-    if (M->flags & (FLAG_RACE | FLAG_PROXY)) shadow_lanes(M, w, c, offset, bytes, write ? TOUCH_WRITE : 0, LANE_COLLECTIVE, i);
+    if (M->flags & (FLAG_RACE | FLAG_PROXY))
+      shadow_lanes(M, w, c, offset, bytes, write ? TOUCH_WRITE : 0, LANE_COLLECTIVE, i);
     out[l] = c->smem + offset;
   }
   if (M->flags & FLAG_BANKS) {
@@ -87,7 +89,8 @@ EXPORT int sys_ldmatrix(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     for (int k = 0; k < 2 * n; k++)
       for (int l = 0; l < LANES; l++) {
         out[k][l] = 0;
-        for (int e = 0; e < 4; e++) out[k][l] |= element8(row[16 * (k / 2) + 4 * (l % 4) + e], 8 * (k & 1) + l / 4, bits) << (8 * e);
+        for (int e = 0; e < 4; e++)
+          out[k][l] |= element8(row[16 * (k / 2) + 4 * (l % 4) + e], 8 * (k & 1) + l / 4, bits) << (8 * e);
       }
     n = 2 * n;
   } else {

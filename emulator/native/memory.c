@@ -98,7 +98,10 @@ static u8 *shared_bytes(machine *M, warp *w, const insn *i, u64 address, u32 n, 
   cta *c = shared_cta(M, w, i, (u32)address, lane);
   if (!c) return NULL;
   u32 offset = (u32)address & OFFSET_MASK;
-  if (offset < SMEM_BASE || offset + n > c->smem_size) { fail(M, w, i, ERR_SHARED, lane, address, c->smem_size); return NULL; }
+  if (offset < SMEM_BASE || offset + n > c->smem_size) {
+    fail(M, w, i, ERR_SHARED, lane, address, c->smem_size);
+    return NULL;
+  }
   if (offset & (n - 1)) { fail(M, w, i, ERR_MISALIGNED, lane, address, n); return NULL; }
   if (c != w->cta && c->exited) { fail(M, w, i, ERR_RANK, lane, address, 1ull << 32); return NULL; }
   if (c->init) {
@@ -116,7 +119,8 @@ static u8 *shared_bytes(machine *M, warp *w, const insn *i, u64 address, u32 n, 
   return c->smem + offset;
 }
 
-/* write: 0 read, 1 write, 2 write of the bytes that are there already, which races with nothing that writes the same. */
+/* write: 0 read, 1 write, 2 write of the bytes that are there already, which races with nothing that writes the
+ * same. */
 static u8 *global_bytes(machine *M, warp *w, const insn *i, u64 address, u32 n, int lane, int write) {
   region *r = region_find(M, address, address + n);
   if (!r) { fail(M, w, i, ERR_GLOBAL, lane, address, n); return NULL; }
@@ -211,7 +215,8 @@ EXPORT int sys_st(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       if (M->flags & FLAG_RACE) {
         const u8 *old = core_host_pointer(M, at[l], at[l] + n);
         same = old != NULL;
-        for (u32 k = 0; k < vec && same; k++) same = !memcmp(old + k * size, w->file + src[2 * k] + src[2 * k + 1] * (u32)l, size);
+        for (u32 k = 0; k < vec && same; k++)
+          same = !memcmp(old + k * size, w->file + src[2 * k] + src[2 * k + 1] * (u32)l, size);
       }
       p = global_bytes(M, w, i, at[l], n, l, 1 + same);
     } else if (space == SPACE_LOCAL) {
@@ -258,7 +263,8 @@ u64 atomic_value(int op, int format, u64 x, u64 b, u64 c) {
     case AF_BF16: return f64_to_bf16(combine_float(op, bf16_to_f32((u16)x), bf16_to_f32((u16)b)), ROUND_NEAREST, 0);
     default: {
       int one = format == AF_F16X2 ? AF_F16 : AF_BF16;
-      return atomic_value(op, one, x & 0xffff, b & 0xffff, 0) | atomic_value(op, one, x >> 16 & 0xffff, b >> 16 & 0xffff, 0) << 16;
+      return atomic_value(op, one, x & 0xffff, b & 0xffff, 0)
+           | atomic_value(op, one, x >> 16 & 0xffff, b >> 16 & 0xffff, 0) << 16;
     }
   }
 }

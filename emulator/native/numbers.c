@@ -1,7 +1,8 @@
 /* Decoding tables, filled when the library is loaded. */
 #include "numbers.h"
 
-f32 table_e4m3[256], table_e5m2[256], table_e2m1[256], table_e2m3[256], table_e3m2[256], table_ue8m0[256], table_ue4m3[256];
+f32 table_e4m3[256], table_e5m2[256], table_e2m1[256], table_e2m3[256], table_e3m2[256];
+f32 table_ue8m0[256], table_ue4m3[256];
 f32 table_f16[65536];
 
 static f32 decode_bits(u32 code, int e, int m) {

@@ -24,9 +24,13 @@ static inline u16 f32_to_bf16(f32 x) {
   u16 r = (u16)((b + 0x7fff + (b >> 16 & 1)) >> 16);
   return (b & 0x7fffffff) > 0x7f800000 ? 0x7fff : r;
 }
-static inline u16 f32_to_bf16_rz(f32 x) { u32 b = bits_of(x); return (b & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u16)(b >> 16); }
+static inline u16 f32_to_bf16_rz(f32 x) {
+  u32 b = bits_of(x);
+  return (b & 0x7fffffff) > 0x7f800000 ? 0x7fff : (u16)(b >> 16);
+}
 
-/* Any binary format with `e` exponent and `m` mantissa bits; codes above `top` are `over` (infinity, NaN or the largest). */
+/* Any binary format with `e` exponent and `m` mantissa bits; codes above `top` are `over` (infinity, NaN or the
+ * largest). */
 static inline u32 encode(f64 x, int e, int m, u32 top, u32 over, u32 nan, int mode) {
   u32 sign = signbit(x) ? 1u << (e + m) : 0;
   if (x != x) return nan;

@@ -41,7 +41,8 @@ static inline f32 cut(f64 x, u32 bits) {
   return f32_of(b & ~((1u << (23 - bits)) - 1));
 }
 
-static void modelled(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format, i32 fraction, u32 bits) {
+static void modelled(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format,
+                     i32 fraction, u32 bits) {
   i32 *eb = scratch(M, SCRATCH_EXPONENTS, MODEL_K * 256 * sizeof *eb);
   i32 least = least_exponent(format);
   for (i32 first = 0; first < k; first += step) {
@@ -69,13 +70,15 @@ static void modelled(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i3
 }
 
 /* Accumulates a[m][k] * b[k][n] onto acc; an instruction takes `step` of k. */
-void matrix_product(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format, u32 unit) {
+void matrix_product(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format,
+                    u32 unit) {
   int short_sum = unit == UNIT_WGMMA && (format == FMT_E4M3 || format == FMT_E5M2);
   if (step <= MODEL_K && (M->numerics == NUMERICS_HARDWARE || (M->numerics == NUMERICS_AUTO && short_sum)))
     modelled(M, acc, a, b, m, n, k, step, format, short_sum ? 13 : 25, short_sum ? 13 : 23);
   else
     core_gemm(acc, a, b, m, n, k, k, n, n);
 }
-EXPORT void core_product(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format, u32 unit) {
+EXPORT void core_product(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format,
+                         u32 unit) {
   matrix_product(M, acc, a, b, m, n, k, step, format, unit);
 }

@@ -1,8 +1,8 @@
 /* The run loop: executes one warp until it blocks, exits, uses up its time slice or needs Python.
  *
- * Divergence: a warp is a list of fragments (program counter, lanes). The runnable fragment with the lowest program counter
- * runs, and fragments that meet at one program counter merge. Compilers place reconvergence points after the divergent
- * blocks, so this gives the convergence that .aligned and .sync instructions rely on. */
+ * Divergence: a warp is a list of fragments (program counter, lanes). The runnable fragment with the lowest program
+ * counter runs, and fragments that meet at one program counter merge. Compilers place reconvergence points after the
+ * divergent blocks, so this gives the convergence that .aligned and .sync instructions rely on. */
 #include <stdlib.h>
 
 #include "lane.h"
@@ -16,8 +16,8 @@ static const u32 row_bytes[] = {0, 2, 4, 8, 16};
 static int check_registers(machine *M, warp *w, const insn *i, u32 m) {
   const u32 *refs = M->refs + i->refs;
   int is_move = i->kind == KIND_LANE && i->aux & AUX_MOVE;
-  /* Compilers move register initialisation past wgmma.fence, an asm statement that names no registers: moves hand on what
-   * they copy, and constants count as untouched. */
+  /* Compilers move register initialisation past wgmma.fence, an asm statement that names no registers: moves hand on
+   * what they copy, and constants count as untouched. */
   u8 touched = is_move ? 0 : TOUCHED_WRITTEN;
   u32 origin = 0;
   for (u32 k = 0; k < i->n_use; k++) {
@@ -25,7 +25,8 @@ static int check_registers(machine *M, warp *w, const insn *i, u32 m) {
     u32 s = row_slot(refs[k]);
     if (w->n_busy && w->busy[s]) {
       if (w->busy[s] == BUSY_LOAD) return RUN_SCOREBOARD;
-      /* Moves of accumulators in flight come from loops whose values the compiler keeps apart: in hardware there is no move. */
+      /* Moves of accumulators in flight come from loops whose values the compiler keeps apart: in hardware there is
+       * no move. */
       if (w->busy[s] == BUSY_WRITTEN && is_move) return RUN_SETTLE;
       if (w->busy[s] == BUSY_WRITTEN) return fail(M, w, i, ERR_IN_FLIGHT, -1, s, 0), RUN_ERROR;
     }
@@ -107,8 +108,8 @@ static frag *pick(warp *w) {
 
 static void drop(warp *w, frag *f) { *f = w->frags[--w->n_frags]; }
 
-/* Joins every fragment at f's program counter into f, which starts that instruction afresh. Returns 1 if another runnable
- * fragment is behind f. */
+/* Joins every fragment at f's program counter into f, which starts that instruction afresh. Returns 1 if another
+ * runnable fragment is behind f. */
 static int meet(warp *w, frag **fp) {
   int behind = 0, own = (int)(*fp - w->frags);
   for (int k = w->n_frags - 1; k >= 0; k--) {
@@ -154,101 +155,123 @@ static int event(machine *M, warp *w, frag *f, u32 m, int status) {
   return status;
 }
 
-EXPORT int core_run(machine *M, warp *w, i64 budget) {
-  const insn *code = M->insns;
-  const u32 careful = M->flags & FLAG_CAREFUL;
-  i64 executed = 0;
-  int status = RUN_BUDGET, stay = (int)w->turn;
-  frag *f = pick(w);
-  if (!f) return w->n_frags ? RUN_BLOCKED : RUN_EXITED;
-  while (executed < budget) {
-    if (w->n_frags > 1 && meet(w, &f) && !stay) {
-      f = pick(w);
-      if (!f) { status = RUN_BLOCKED; break; }
-      continue;
-    }
-    const insn *i = code + f->pc;
-    u32 m = f->mask;
-    if (i->guard >= 0) m &= i->guard_not ? ~w->pred[i->guard] : w->pred[i->guard];
-    if (i->kind == KIND_LANE) {
-      if (m) {
-        if (careful | w->n_busy) {
-          int r = check_registers(M, w, i, m);
-          if (r == RUN_SETTLE) {
-            r = wgmma_settle(M, w, f);
-            if (r == SYS_NEXT) continue;
-            if (r == SYS_ERROR) { status = RUN_ERROR; break; }
-            f = pick(w);
-            if (!f) { status = RUN_BLOCKED; break; }
-            continue;
-          }
-          if (r >= 0) { status = r == RUN_ERROR ? r : event(M, w, f, m, r); break; }
-        }
-        if (m == FULL) ((lane_fn)i->fn)(w->file, w->pred, i);
-        else masked(M, w, i, m);
-        M->lanes[f->pc] += (u64)__builtin_popcount(m);
-      }
-      M->count[f->pc]++;
-      executed++;
-      f->pc++;
-      continue;
-    }
-    if (i->kind == KIND_BRANCH) {
-      M->count[f->pc]++;
-      executed++;
-      if (i->target <= f->pc) executed += 4; /* loops use up the slice sooner: fairness between polling warps */
-      if (m == f->mask) {
-        f->pc = i->target;
-      } else if (!m) {
-        f->pc++;
-      } else {
-        frag *g = &w->frags[w->n_frags++];
-        *g = (frag){.pc = i->target, .mask = m};
-        f->mask &= ~m;
-        f->pc++;
-      }
-      continue;
-    }
-    if (!m && i->kind != KIND_EXIT) { M->count[f->pc]++; executed++; f->pc++; continue; }
-    if (i->kind == KIND_EXIT) {
-      M->count[f->pc]++;
-      executed++;
-      int all = m == f->mask;
-      if (!all) f->pc++;
-      if (m) retire(M, w, f, m);
-      if (!w->live) { status = RUN_EXITED; break; }
-      if (all) {
-        f = pick(w);
-        if (!f) { status = RUN_BLOCKED; break; }
-      }
-      continue;
-    }
-    if (i->kind == KIND_NOP) { M->count[f->pc]++; executed++; f->pc++; continue; }
-    if (careful | w->n_busy) {
-      int r = check_registers(M, w, i, m);
-      if (r >= 0) { status = r == RUN_ERROR ? r : event(M, w, f, m, r); break; }
-    }
-    if (i->kind == KIND_PYTHON) { status = event(M, w, f, m, RUN_EVENT); break; }
-    int r = ((system_fn)i->fn)(M, w, f, i, m);
-    if (r == SYS_NEXT) {
-      M->count[f->pc]++;
-      M->lanes[f->pc] += (u64)__builtin_popcount(m);
-      executed++;
-      f->pc++;
-      continue;
-    }
-    if (r == SYS_BLOCK) {
-      f = pick(w);
-      if (!f) { status = RUN_BLOCKED; break; }
-      continue;
-    }
-    status = r == SYS_PYTHON ? event(M, w, f, m, RUN_EVENT) : RUN_ERROR;
-    break;
+/* A call of core_run. Its steps return 1 to go on with `f`, or 0 to return `status`. */
+typedef struct slice {
+  machine *M;
+  warp *w;
+  frag *f;
+  u32 careful;
+  int status;
+  i64 executed;
+} slice;
+
+static int other_fragment(slice *s) {
+  s->f = pick(s->w);
+  if (!s->f) s->status = RUN_BLOCKED;
+  return s->f != NULL;
+}
+
+/* The instruction is executed or skipped: the next one is behind it. */
+static inline int go_on(slice *s) {
+  s->M->count[s->f->pc]++;
+  s->executed++;
+  s->f->pc++;
+  return 1;
+}
+
+static int stop(slice *s, u32 m, int status) {
+  s->status = status == RUN_ERROR ? status : event(s->M, s->w, s->f, m, status);
+  return 0;
+}
+
+/* -1: execute the instruction. Otherwise what a step returns. */
+static int await_registers(slice *s, const insn *i, u32 m) {
+  int r = check_registers(s->M, s->w, i, m);
+  if (r < 0) return -1;
+  if (r != RUN_SETTLE) return stop(s, m, r);
+  r = wgmma_settle(s->M, s->w, s->f);
+  if (r == SYS_NEXT) return 1;
+  return r == SYS_ERROR ? stop(s, m, RUN_ERROR) : other_fragment(s);
+}
+
+static inline int lane_step(slice *s, const insn *i, u32 m) {
+  warp *w = s->w;
+  if (!m) return go_on(s);
+  if (s->careful | w->n_busy) {
+    int r = await_registers(s, i, m);
+    if (r >= 0) return r;
   }
-  if (status == RUN_BUDGET && w->n_frags > 1) w->turn = 1;
-  w->executed += executed;
-  M->instructions += executed;
-  return status;
+  if (m == FULL) ((lane_fn)i->fn)(w->file, w->pred, i);
+  else masked(s->M, w, i, m);
+  s->M->lanes[s->f->pc] += (u64)__builtin_popcount(m);
+  return go_on(s);
+}
+
+static inline int branch_step(slice *s, const insn *i, u32 m) {
+  frag *f = s->f;
+  s->M->count[f->pc]++;
+  s->executed += i->target <= f->pc ? 5 : 1; /* loops use up the slice sooner: fairness between polling warps */
+  if (m == f->mask) {
+    f->pc = i->target;
+    return 1;
+  }
+  if (m) {
+    s->w->frags[s->w->n_frags++] = (frag){.pc = i->target, .mask = m};
+    f->mask &= ~m;
+  }
+  f->pc++;
+  return 1;
+}
+
+static int exit_step(slice *s, u32 m) {
+  frag *f = s->f;
+  s->M->count[f->pc]++;
+  s->executed++;
+  int all = m == f->mask;
+  if (!all) f->pc++;
+  if (m) retire(s->M, s->w, f, m);
+  if (!s->w->live) { s->status = RUN_EXITED; return 0; }
+  return all ? other_fragment(s) : 1;
+}
+
+static inline int system_step(slice *s, const insn *i, u32 m) {
+  if (s->careful | s->w->n_busy) {
+    int r = await_registers(s, i, m);
+    if (r >= 0) return r;
+  }
+  if (i->kind == KIND_PYTHON) return stop(s, m, RUN_EVENT);
+  switch (((system_fn)i->fn)(s->M, s->w, s->f, i, m)) {
+    case SYS_NEXT:
+      s->M->lanes[s->f->pc] += (u64)__builtin_popcount(m);
+      return go_on(s);
+    case SYS_BLOCK: return other_fragment(s);
+    case SYS_PYTHON: return stop(s, m, RUN_EVENT);
+    default: return stop(s, m, RUN_ERROR);
+  }
+}
+
+EXPORT int core_run(machine *M, warp *w, i64 budget) {
+  int going = 1, stay = (int)w->turn;
+  slice s = {.M = M, .w = w, .f = pick(w), .careful = M->flags & FLAG_CAREFUL, .status = RUN_BUDGET};
+  if (!s.f) return w->n_frags ? RUN_BLOCKED : RUN_EXITED;
+  while (going && s.executed < budget) {
+    if (w->n_frags > 1 && meet(w, &s.f) && !stay) {
+      going = other_fragment(&s);
+      continue;
+    }
+    const insn *i = M->insns + s.f->pc;
+    u32 m = s.f->mask;
+    if (i->guard >= 0) m &= i->guard_not ? ~w->pred[i->guard] : w->pred[i->guard];
+    if (i->kind == KIND_LANE) going = lane_step(&s, i, m);
+    else if (i->kind == KIND_BRANCH) going = branch_step(&s, i, m);
+    else if (i->kind == KIND_EXIT) going = exit_step(&s, m);
+    else if (!m || i->kind == KIND_NOP) going = go_on(&s);
+    else going = system_step(&s, i, m);
+  }
+  if (s.status == RUN_BUDGET && w->n_frags > 1) w->turn = 1;
+  w->executed += s.executed;
+  M->instructions += s.executed;
+  return s.status;
 }
 
 /* Python has executed the instruction of the last event: count it and go on behind it. */

@@ -152,9 +152,9 @@ hazard *hazard_report(machine *M, hazard h) {
   return &M->hazards[M->n_hazards++];
 }
 
-/* lane: 0 for an asynchronous engine, 1 + the lane of an access by a warp, LANE_SEVERAL where lanes that read together are
- * remembered, LANE_STRONG for strong reads. A collective instruction is a lane of its own: its accesses are ordered with no
- * lane's. */
+/* lane: 0 for an asynchronous engine, 1 + the lane of an access by a warp, LANE_SEVERAL where lanes that read together
+ * are remembered, LANE_STRONG for strong reads. A collective instruction is a lane of its own: its accesses are ordered
+ * with no lane's. */
 enum { LANE_SEVERAL = LANE_COLLECTIVE + 2, LANE_STRONG };
 typedef struct actor {
   i32 agent, clock, pc;
@@ -172,7 +172,9 @@ static inline int lanes_unordered(const actor *a, i32 other, i32 clock, u32 lane
 }
 
 /* Whether an access is ordered behind what another agent did at a time. */
-static inline i32 clock_of(const machine *M, const actor *a, int part, i32 agent) { return a->vc[part * M->cap + agent]; }
+static inline i32 clock_of(const machine *M, const actor *a, int part, i32 agent) {
+  return a->vc[part * M->cap + agent];
+}
 static inline int ordered(const machine *M, const actor *a, i32 other, i32 clock) {
   int part = !a->is_tmem ? CLOCK_KNOWN : a->touch & TOUCH_LANE ? CLOCK_LANE : CLOCK_WARP;
   return clock <= clock_of(M, a, part, other);
@@ -180,12 +182,14 @@ static inline int ordered(const machine *M, const actor *a, i32 other, i32 clock
 
 /* hazard.tmem: 0 for other memory; TMEM_SENT if a fence::before_thread_sync is behind the earlier access. */
 enum { TMEM = 1, TMEM_SENT = 2 };
-static void report(machine *M, cta *c, u32 cell, const actor *a, int kind, int tmem, int other_write, i32 other_pc, i32 other) {
-  hazard_report(M, (hazard){.kind = kind, .write = (a->touch & TOUCH_WRITE) != 0, .other_write = other_write, .pc = a->pc,
-                            .other_pc = other_pc, .agent = a->agent, .other_agent = other, .tmem = tmem,
+static void report(machine *M, cta *c, u32 cell, const actor *a, int kind, int tmem, int other_write, i32 other_pc,
+                   i32 other) {
+  hazard_report(M, (hazard){.kind = kind, .write = (a->touch & TOUCH_WRITE) != 0, .other_write = other_write,
+                            .pc = a->pc, .other_pc = other_pc, .agent = a->agent, .other_agent = other, .tmem = tmem,
                             .rank = (i32)c->rank, .cluster = c->cluster->index, .cell = cell});
 }
-static void conflict(machine *M, cta *c, u32 cell, const actor *a, i32 clock, int other_write, i32 other_pc, i32 other) {
+static void conflict(machine *M, cta *c, u32 cell, const actor *a, i32 clock, int other_write, i32 other_pc,
+                     i32 other) {
   int is_known = a->is_tmem && clock <= clock_of(M, a, CLOCK_KNOWN, other);
   int tmem = !a->is_tmem ? 0 : clock <= clock_of(M, a, CLOCK_SENT, other) ? TMEM_SENT : TMEM;
   report(M, c, cell, a, is_known ? HAZARD_TENSOR_FENCE : HAZARD_RACE, tmem, other_write, other_pc, other);
@@ -226,9 +230,11 @@ static inline void touch(machine *M, cta *c, shadow *s, u32 cell, u32 bytes, con
     i32 other = s->w_agent[cell], clock = s->w_clock[cell];
     /* Lanes that write one place in the same instruction write it in some order. */
     int together = s->w_pc[cell] == a->pc && other == a->agent && clock == a->clock;
-    if (M->flags & FLAG_RACE && (!ordered(M, a, other, clock) || (!together && lanes_unordered(a, other, clock, s->w_lane[cell]))))
+    if (M->flags & FLAG_RACE
+        && (!ordered(M, a, other, clock) || (!together && lanes_unordered(a, other, clock, s->w_lane[cell]))))
       conflict(M, c, cell, a, clock, 1, s->w_pc[cell], other);
-    else if (M->flags & FLAG_PROXY && a->touch & TOUCH_ASYNC && written & BYTES_GENERIC && clock > a->vc[M->cap + other])
+    else if (M->flags & FLAG_PROXY && a->touch & TOUCH_ASYNC && written & BYTES_GENERIC
+             && clock > a->vc[M->cap + other])
       report(M, c, cell, a, HAZARD_PROXY, 0, 1, s->w_pc[cell], other);
   }
   int is_strong = (a->touch & TOUCH_STRONG) != 0;
@@ -267,7 +273,8 @@ void shadow_lanes(machine *M, warp *w, cta *c, u32 offset, u32 n, u32 touch_kind
 }
 
 /* Accesses of the asynchronous engines. */
-EXPORT void core_shadow_bytes(machine *M, cta *c, u32 offset, u32 n, u32 touch_kind, i32 agent, i32 clock, const i32 *vc, i32 pc) {
+EXPORT void core_shadow_bytes(machine *M, cta *c, u32 offset, u32 n, u32 touch_kind, i32 agent, i32 clock,
+                              const i32 *vc, i32 pc) {
   actor a = {agent, clock, pc, vc, touch_kind, 0, 0, NULL};
   touch_bytes(M, c, offset, n, &a);
 }
@@ -278,8 +285,8 @@ EXPORT void core_shadow_chunks(machine *M, cta *c, const i32 *chunks, i32 n, u32
     for (u32 j = 0; j < 4; j++) touch(M, c, c->shadow, (u32)chunks[k] * 4 + j, 15, &a);
 }
 /* Tensor memory: cell = (lane / 16) * 512 + column. */
-EXPORT void core_shadow_tmem(machine *M, cta *c, u32 lane_groups, u32 column, u32 n, u32 touch_kind, i32 agent, i32 clock,
-                             const i32 *vc, i32 pc) {
+EXPORT void core_shadow_tmem(machine *M, cta *c, u32 lane_groups, u32 column, u32 n, u32 touch_kind, i32 agent,
+                             i32 clock, const i32 *vc, i32 pc) {
   actor a = {agent, clock, pc, vc, touch_kind, 1, 0, NULL};
   for (u32 g = 0; g < 8; g++)
     if (lane_groups >> g & 1)

@@ -18,16 +18,21 @@ typedef struct callbacks {
 static callbacks cb;
 EXPORT void hopwell_emulator_connect(const callbacks *c) { cb = *c; }
 
-EXPORT int _cuTensorMapEncodeTiled(void *m, int type, u32 rank, void *address, const u64 *dims, const u64 *strides, const u32 *box,
-                                   const u32 *steps, int interleave, int swizzle, int l2, int oob) {
+EXPORT int _cuTensorMapEncodeTiled(void *m, int type, u32 rank, void *address, const u64 *dims, const u64 *strides,
+                                   const u32 *box, const u32 *steps, int interleave, int swizzle, int l2, int oob) {
   return cb.encode(m, type, rank, address, dims, strides, box, steps, interleave, swizzle, l2, oob);
 }
-EXPORT int _cudaLaunchKernelEx(const void *config, const void *kernel, void **args) { return cb.launch(config, kernel, args); }
-EXPORT int _cudaLibraryLoadData(void **library, const void *image, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
+EXPORT int _cudaLaunchKernelEx(const void *config, const void *kernel, void **args) {
+  return cb.launch(config, kernel, args);
+}
+EXPORT int _cudaLibraryLoadData(void **library, const void *image, void *a, void *b, unsigned c, void *d, void *e,
+                                unsigned f) {
   (void)a, (void)b, (void)c, (void)d, (void)e, (void)f;
   return cb.load(library, image);
 }
-EXPORT int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) { return cb.get_kernel(kernel, library, name); }
+EXPORT int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) {
+  return cb.get_kernel(kernel, library, name);
+}
 EXPORT int _cudaLibraryUnload(void *library) { (void)library; return 0; }
 EXPORT int _cudaKernelSetAttributeForDevice(void *k, int attribute, int value, int device) {
   (void)k, (void)attribute, (void)value, (void)device;
@@ -75,7 +80,11 @@ EXPORT int cuda_dialect_init_library_once(void **slot, int (*load)(void **), int
   *slot = library;
   return 0;
 }
-EXPORT int cuda_dialect_unload_library_once(void **slot, int (*unload)(void **)) { (void)unload; *slot = NULL; return 0; }
+EXPORT int cuda_dialect_unload_library_once(void **slot, int (*unload)(void **)) {
+  (void)unload;
+  *slot = NULL;
+  return 0;
+}
 
 /* The host side keeps the Python exception of a failed launch, and raises it when the call returns. TVM-FFI still
  * needs an error object, or it reports a missing one. */

@@ -67,8 +67,9 @@ static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
   w->pred[i->o[0]] = (w->pred[i->o[0]] & ~m) | (v & m);
 }
 
-/* PTX ISA, "barrier": .aligned, which bar implies, promises that all threads of a warp execute the same barrier. Warps may
- * wait at different instructions, and arrivals may be mixed in. compute-sanitizer's synccheck reports such a meeting. */
+/* PTX ISA, "barrier": .aligned, which bar implies, promises that all threads of a warp execute the same barrier. Warps
+ * may wait at different instructions, and arrivals may be mixed in. compute-sanitizer's synccheck reports such a
+ * meeting. */
 static void check_site(machine *M, warp *w, named_barrier *b, const insn *i, u32 id) {
   i32 here = (i32)(i - M->insns) + 1;
   if (i->aux == 1) return;
@@ -286,8 +287,8 @@ EXPORT int sys_mbar_init(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     if (c->init) memset(c->init + offset, 1, 8);
     i32 *vc = b->vc, agent = b->agent;
     u32 phase = TRACKED(M) ? (b->phase + 1) & ~1u : 0; /* clocks never run backwards when a barrier is set up again */
-    *b = (mbarrier){.phase = phase, .count = (i32)count, .pending = (i32)count, .offset = offset, .vc = vc, .agent = agent,
-                    .alive = 1, .tx_phase = phase, .seen_phase = phase};
+    *b = (mbarrier){.phase = phase, .count = (i32)count, .pending = (i32)count, .offset = offset, .vc = vc,
+                    .agent = agent, .alive = 1, .tx_phase = phase, .seen_phase = phase};
   }
   M->progress++;
   return SYS_NEXT;
@@ -304,8 +305,8 @@ EXPORT int sys_mbar_inval(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   return SYS_NEXT;
 }
 
-/* arrive and expect_tx. o[0]: row of the returned state or none; o[1]: address; o[2]: count or bytes, or none. aux: 0 arrive,
- * 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, +4 arrive_drop, +8 64-bit address, +16 relaxed. */
+/* arrive and expect_tx. o[0]: row of the returned state or none; o[1]: address; o[2]: count or bytes, or none. aux:
+ * 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, +4 arrive_drop, +8 64-bit address, +16 relaxed. */
 EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)f;
   u32 kind = i->aux & 3;
@@ -378,7 +379,8 @@ EXPORT int sys_mbar_wait(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   if (result == m || !uniform) goto answer;
   M->blocked[i - M->insns] = 1;
   if (i->aux & 1 || f->state) goto answer; /* test_wait, or a try_wait whose time is over */
-  if (M->spurious && (M->rng = M->rng * 6364136223846793005ull + 1442695040888963407ull) >> 32 < M->spurious) goto answer;
+  if (M->spurious && (M->rng = M->rng * 6364136223846793005ull + 1442695040888963407ull) >> 32 < M->spurious)
+    goto answer;
   f->wait = WAIT_TRY;
   f->word = &last->phase;
   f->old = last->phase;

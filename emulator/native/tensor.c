@@ -1,5 +1,5 @@
-/* Matrix operands and products for wgmma, tcgen05 and mma.sync. This file is compiled with contraction on: its dot products
- * are chains of fused multiply-adds in f32, in the order of k. */
+/* Matrix operands and products for wgmma, tcgen05 and mma.sync. This file is compiled with contraction on: its dot
+ * products are chains of fused multiply-adds in f32, in the order of k. */
 #include "tensor.h"
 
 static inline f32 decode8(u8 x, int format) {
@@ -33,7 +33,9 @@ static void decode_run(const u8 *src, int n, int format, int loose, f32 *out) {
     case FMT_BF16: for (int k = 0; k < n; k++) { u16 x; memcpy(&x, src + 2 * k, 2); out[k] = bf16_to_f32(x); } break;
     case FMT_F16: for (int k = 0; k < n; k++) { u16 x; memcpy(&x, src + 2 * k, 2); out[k] = f16_to_f32(x); } break;
     case FMT_F32: memcpy(out, src, 4 * (size_t)n); break;
-    case FMT_TF32: for (int k = 0; k < n; k++) { u32 x; memcpy(&x, src + 4 * k, 4); out[k] = f32_of(x & 0xffffe000); } break;
+    case FMT_TF32:
+      for (int k = 0; k < n; k++) { u32 x; memcpy(&x, src + 4 * k, 4); out[k] = f32_of(x & 0xffffe000); }
+      break;
     case FMT_E2M1:
       if (!loose) {
         for (int k = 0; k < n; k += 2) out[k] = table_e2m1[src[k / 2] & 15], out[k + 1] = table_e2m1[src[k / 2] >> 4];
@@ -50,16 +52,19 @@ static inline int elements(int bytes, int format, int loose) {
     default: return bytes;
   }
 }
-EXPORT void core_decode(const u8 *src, i32 n, i32 format, i32 loose, f32 *out) { decode_run(src, n, format, loose, out); }
+EXPORT void core_decode(const u8 *src, i32 n, i32 format, i32 loose, f32 *out) {
+  decode_run(src, n, format, loose, out);
+}
 
 /* Operand in shared memory as a table of 16-byte chunks [rows][per_row] -> f32 [rows][elements], or transposed. */
-EXPORT void core_gather(const u8 *smem, const i32 *chunks, i32 rows, i32 per_row, i32 format, i32 loose, f32 *out, i32 stride,
-                        i32 transpose) {
+EXPORT void core_gather(const u8 *smem, const i32 *chunks, i32 rows, i32 per_row, i32 format, i32 loose, f32 *out,
+                        i32 stride, i32 transpose) {
   int t = elements(16, format, loose);
   f32 v[32];
   for (int r = 0; r < rows; r++)
     for (int c = 0; c < per_row; c++) {
-      decode_run(smem + 16 * (size_t)chunks[r * per_row + c], t, format, loose, transpose ? v : out + (size_t)r * stride + c * t);
+      decode_run(smem + 16 * (size_t)chunks[r * per_row + c], t, format, loose,
+                 transpose ? v : out + (size_t)r * stride + c * t);
       if (transpose) for (int e = 0; e < t; e++) out[(size_t)(c * t + e) * stride + r] = v[e];
     }
 }
@@ -81,13 +86,15 @@ EXPORT void core_gemm(f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k,
       }
       if (rows == 4 && wide) {
         const f32 *a0 = a + (size_t)r * lda, *a1 = a0 + lda, *a2 = a1 + lda, *a3 = a2 + lda;
-        v8 s00 = s[0][0], s01 = s[0][1], s10 = s[1][0], s11 = s[1][1], s20 = s[2][0], s21 = s[2][1], s30 = s[3][0], s31 = s[3][1];
+        v8 s00 = s[0][0], s01 = s[0][1], s10 = s[1][0], s11 = s[1][1];
+        v8 s20 = s[2][0], s21 = s[2][1], s30 = s[3][0], s31 = s[3][1];
         for (int q = 0; q < k; q++) {
           v8 b0 = *(const v8 *)(b + (size_t)q * ldb + j), b1 = *(const v8 *)(b + (size_t)q * ldb + j + 8);
           s00 += a0[q] * b0; s01 += a0[q] * b1; s10 += a1[q] * b0; s11 += a1[q] * b1;
           s20 += a2[q] * b0; s21 += a2[q] * b1; s30 += a3[q] * b0; s31 += a3[q] * b1;
         }
-        s[0][0] = s00, s[0][1] = s01, s[1][0] = s10, s[1][1] = s11, s[2][0] = s20, s[2][1] = s21, s[3][0] = s30, s[3][1] = s31;
+        s[0][0] = s00, s[0][1] = s01, s[1][0] = s10, s[1][1] = s11;
+        s[2][0] = s20, s[2][1] = s21, s[3][0] = s30, s[3][1] = s31;
       } else {
         for (int q = 0; q < k; q++)
           for (int x = 0; x < rows; x++) {
@@ -129,13 +136,15 @@ EXPORT void core_store_accumulators(u8 *file, const u32 *rows, i32 n, const f32 
       }
     }
 }
-/* The same with f16 accumulators (two columns per register) and with s32 ones (bits reinterpreted by the caller's type). */
+/* The same with f16 accumulators (two columns per register) and with s32 ones (bits reinterpreted by the caller's
+ * type). */
 EXPORT void core_load_accumulators_f16(const u8 *file, const u32 *rows, i32 n, f32 *acc, i32 stride) {
   for (int j = 0; j < n / 8; j++)
     for (int h = 0; h < 2; h++) {
       const u16 *c = (const u16 *)(file + rows[2 * j + h]);
       for (int l = 0; l < LANES; l++)
-        for (int e = 0; e < 2; e++) acc[(size_t)(8 * h + l / 4) * stride + 8 * j + 2 * (l % 4) + e] = f16_to_f32(c[2 * l + e]);
+        for (int e = 0; e < 2; e++)
+          acc[(size_t)(8 * h + l / 4) * stride + 8 * j + 2 * (l % 4) + e] = f16_to_f32(c[2 * l + e]);
     }
 }
 EXPORT void core_store_accumulators_f16(u8 *file, const u32 *rows, i32 n, const f32 *acc, i32 stride) {
@@ -143,7 +152,8 @@ EXPORT void core_store_accumulators_f16(u8 *file, const u32 *rows, i32 n, const 
     for (int h = 0; h < 2; h++) {
       u16 *c = (u16 *)(file + rows[2 * j + h]);
       for (int l = 0; l < LANES; l++)
-        for (int e = 0; e < 2; e++) c[2 * l + e] = f32_to_f16(acc[(size_t)(8 * h + l / 4) * stride + 8 * j + 2 * (l % 4) + e]);
+        for (int e = 0; e < 2; e++)
+          c[2 * l + e] = f32_to_f16(acc[(size_t)(8 * h + l / 4) * stride + 8 * j + 2 * (l % 4) + e]);
     }
 }
 static void rows_of_a(const u8 *file, const u32 *rows, int n_regs, u8 *out, int row_bytes) {
@@ -158,7 +168,8 @@ EXPORT void core_load_a(const u8 *file, const u32 *rows, i32 n_regs, i32 format,
   u8 raw[16 * 64];
   int row_bytes = n_regs * 8;
   rows_of_a(file, rows, n_regs, raw, row_bytes);
-  for (int r = 0; r < 16; r++) decode_run(raw + r * row_bytes, elements(row_bytes, format, 0), format, 0, out + (size_t)r * stride);
+  for (int r = 0; r < 16; r++)
+    decode_run(raw + r * row_bytes, elements(row_bytes, format, 0), format, 0, out + (size_t)r * stride);
 }
 
 /* An 8-bit float product of an architecture without the instruction, as ptxas 13 writes it for sm_90a and sm_100a. The
@@ -207,11 +218,13 @@ EXPORT int sys_mma(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   if (i->o[4] != NONE) {
     int per = i->o[4] & 255, fmt = i->o[4] >> 8, block = k / per;
     const u32 *select = c + nd;
-    int ida = *WROW(u16, select[0]), ta = *WROW(u16, select[1]), idb = *WROW(u16, select[2]), tb = *WROW(u16, select[3]);
+    int ida = *WROW(u16, select[0]), ta = *WROW(u16, select[1]);
+    int idb = *WROW(u16, select[2]), tb = *WROW(u16, select[3]);
     const u8 *sa = w->file + i->o[2], *sb = w->file + i->o[3];
     /* Rows g and g + 8 of A are scaled by lanes 4g + 2 ta and 4g + 2 ta + 1, column g of B by lane 4g + tb. */
     for (int r = 0; r < 16; r++)
-      for (int q = 0; q < k; q++) A[r * k + q] *= decode8(sa[4 * (4 * (r % 8) + 2 * ta + r / 8) + ida + q / block], fmt);
+      for (int q = 0; q < k; q++)
+        A[r * k + q] *= decode8(sa[4 * (4 * (r % 8) + 2 * ta + r / 8) + ida + q / block], fmt);
     for (int r = 0; r < 8; r++)
       for (int q = 0; q < k; q++) B[r * k + q] *= decode8(sb[4 * (4 * r + tb) + idb + q / block], fmt);
   }
@@ -222,7 +235,8 @@ EXPORT int sys_mma(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       const u32 *cv = (const u32 *)(w->file + c[r]);
       for (int l = 0; l < LANES; l++) {
         i64 s = 0;
-        for (int q = 0; q < k; q++) s += (i64)A[(8 * (r >> 1) + l / 4) * k + q] * (i64)Bt[q * 8 + 2 * (l % 4) + (r & 1)];
+        for (int q = 0; q < k; q++)
+          s += (i64)A[(8 * (r >> 1) + l / 4) * k + q] * (i64)Bt[q * 8 + 2 * (l % 4) + (r & 1)];
         out[l] = cv[l] + (u32)s;
       }
       memcpy(w->file + d[r], out, sizeof out);

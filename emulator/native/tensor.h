@@ -17,7 +17,8 @@ enum { CHUNKS_MOST = 256 * 8 };
 i32 chunk_numbers(const operand *x, i32 *out);
 enum { UNIT_WGMMA, UNIT_TCGEN05, UNIT_MMA };
 enum { MODEL_K = 96 };
-void matrix_product(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format, u32 unit);
+void matrix_product(machine *M, f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 step, u32 format,
+                    u32 unit);
 void core_gemm(f32 *acc, const f32 *a, const f32 *b, i32 m, i32 n, i32 k, i32 lda, i32 ldb, i32 ldc);
 void core_gather(const u8 *smem, const i32 *chunks, i32 rows, i32 per_row, i32 format, i32 loose, f32 *out, i32 stride,
                  i32 transpose);
@@ -26,6 +27,7 @@ void core_store_accumulators(u8 *file, const u32 *rows, i32 n, const f32 *acc, i
 void core_load_accumulators_f16(const u8 *file, const u32 *rows, i32 n, f32 *acc, i32 stride);
 void core_store_accumulators_f16(u8 *file, const u32 *rows, i32 n, const f32 *acc, i32 stride);
 void core_load_a(const u8 *file, const u32 *rows, i32 n_regs, i32 format, f32 *out, i32 stride);
-void core_shadow_chunks(machine *M, cta *c, const i32 *chunks, i32 n, u32 touch, i32 agent, i32 clock, const i32 *vc, i32 pc);
+void core_shadow_chunks(machine *M, cta *c, const i32 *chunks, i32 n, u32 touch, i32 agent, i32 clock, const i32 *vc,
+                        i32 pc);
 
 #endif

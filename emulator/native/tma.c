@@ -8,7 +8,7 @@ typedef struct tensor_map {
   u64 stride[5];       /* bytes; stride[0] is the element size */
   u32 dim[5], box[5], step[5];
   u32 rank, swizzle;   /* swizzle: XOR mask on 16-byte chunk numbers */
-  u32 fill;            /* half word that fills what lies outside the tensor; elements have whole ones unless it is zero */
+  u32 fill;            /* half word that fills what is outside the tensor; elements have whole ones unless it is 0 */
   u32 type;            /* element type, for reductions (AF_* of memory.c) */
   u32 units, unit_bytes; /* sub-byte elements come in units: `units` elements in `unit_bytes`; otherwise 1 element */
   u32 expand;          /* 0, or bytes of global memory (8 or 12) that fill one 16-byte chunk of shared memory */
@@ -36,7 +36,8 @@ static u64 row_address(const tensor_map *t, const i32 *at, i64 r, int *inside) {
   return a;
 }
 
-/* Window of dimension 0, in bytes of one row: [*lo, *hi) lies inside the tensor and starts at byte *start of its row. */
+/* Window of dimension 0, in bytes of one row: [*lo, *hi) lies inside the tensor and starts at byte *start of its
+ * row. */
 static i64 row_window(const tensor_map *t, const i32 *at, i64 *lo, i64 *hi, i64 *start) {
   i64 es = (i64)t->unit_bytes, c = at[0] / (i64)t->units, box = t->box[0] / t->units, dim = t->dim[0] / t->units;
   *lo = c < 0 ? -c * es : 0;
@@ -56,7 +57,9 @@ EXPORT i64 core_tma_bytes(const tensor_map *t) {
  * CUTLASS kernels with ALIGN16B operands announce this size. */
 EXPORT i64 core_tma_transaction(const tensor_map *t, i64 n) { return t->expand ? n / 16 * t->expand : n; }
 
-static int illegal(machine *M, warp *w, i32 pc, u64 address, u64 n) { return fail(M, w, M->insns + pc, ERR_GLOBAL, -1, address, n); }
+static int illegal(machine *M, warp *w, i32 pc, u64 address, u64 n) {
+  return fail(M, w, M->insns + pc, ERR_GLOBAL, -1, address, n);
+}
 
 static void fill_outside(const tensor_map *t, u8 *out, i64 bytes) {
   if (!t->fill) memset(out, 0, (size_t)bytes);
@@ -64,8 +67,8 @@ static void fill_outside(const tensor_map *t, u8 *out, i64 bytes) {
 }
 
 /* Global box -> linear bytes. */
-EXPORT int core_tma_gather(machine *M, warp *w, i32 pc, const tensor_map *t, const i32 *at, u8 *out, const i32 *vc, i32 agent,
-                           i32 clock) {
+EXPORT int core_tma_gather(machine *M, warp *w, i32 pc, const tensor_map *t, const i32 *at, u8 *out, const i32 *vc,
+                           i32 agent, i32 clock) {
   i64 lo, hi, start, bytes = row_window(t, at, &lo, &hi, &start), n = rows_of(t);
   for (i64 r = 0; r < n; r++, out += bytes) {
     int inside;
@@ -77,7 +80,8 @@ EXPORT int core_tma_gather(machine *M, warp *w, i32 pc, const tensor_map *t, con
     region *g = region_find(M, a, a + (u64)(hi - lo));
     if (!g) return illegal(M, w, pc, a, (u64)(hi - lo));
     memcpy(out + lo, g->host + (a - g->base), (size_t)(hi - lo));
-    if (g->flags & REGION_FRESH && M->flags & FLAG_UNINIT_GLOBAL && memchr(g->written + (a - g->base), 0, (size_t)(hi - lo)))
+    if (g->flags & REGION_FRESH && M->flags & FLAG_UNINIT_GLOBAL
+        && memchr(g->written + (a - g->base), 0, (size_t)(hi - lo)))
       return fail(M, w, M->insns + pc, ERR_UNINIT_GLOBAL, -1, a, (u64)(hi - lo));
     if (vc && g->shadow) core_global_touch(M, w, a, (u32)(hi - lo), 0, pc, agent, clock, vc);
   }
@@ -123,12 +127,13 @@ static inline u32 chunk_of(u32 k, u32 swizzle) { return k ^ (k >> 3 & swizzle); 
 /* PTX ISA, "cp.async.bulk.tensor": the shared-memory side is 128-byte aligned; a plain bulk copy needs 16 bytes. */
 static int shared_range(machine *M, warp *w, i32 pc, cta *c, u32 offset, i64 n, u32 align) {
   if (offset & (align - 1)) return fail(M, w, M->insns + pc, ERR_MISALIGNED, -1, offset, align);
-  if (offset < SMEM_BASE || offset + n > c->smem_size) return fail(M, w, M->insns + pc, ERR_SHARED, -1, offset, c->smem_size);
+  if (offset < SMEM_BASE || offset + n > c->smem_size)
+    return fail(M, w, M->insns + pc, ERR_SHARED, -1, offset, c->smem_size);
   return 0;
 }
 
-EXPORT int core_smem_write(machine *M, warp *w, i32 pc, cta *c, u32 offset, u32 swizzle, const u8 *in, i64 n, u32 expand,
-                           u32 align) {
+EXPORT int core_smem_write(machine *M, warp *w, i32 pc, cta *c, u32 offset, u32 swizzle, const u8 *in, i64 n,
+                           u32 expand, u32 align) {
   if (shared_range(M, w, pc, c, offset, n, align)) return SYS_ERROR;
   for (i64 k = 0; k < n / 16; k++) {
     u32 chunk = chunk_of(offset / 16 + (u32)k, swizzle);
@@ -157,14 +162,15 @@ EXPORT int core_smem_read(machine *M, warp *w, i32 pc, cta *c, u32 offset, u32 s
 }
 
 /* Detector bookkeeping of a box in shared memory. */
-EXPORT void core_shadow_box(machine *M, cta *c, u32 offset, u32 swizzle, i64 n, u32 touch_kind, i32 agent, i32 clock, const i32 *vc,
-                            i32 pc) {
+EXPORT void core_shadow_box(machine *M, cta *c, u32 offset, u32 swizzle, i64 n, u32 touch_kind, i32 agent, i32 clock,
+                            const i32 *vc, i32 pc) {
   for (i64 k = 0; k < n / 16; k++)
     core_shadow_bytes(M, c, 16 * chunk_of(offset / 16 + (u32)k, swizzle), 16, touch_kind, agent, clock, vc, pc);
 }
 
-/* cp.async.bulk.tensor loads of one CTA that complete at issue. Anything else, and a descriptor that Python has not decoded
- * yet, goes to Python. lists: map, shared and barrier operands (row, offset, wide), then coordinate rows; vec: rank. */
+/* cp.async.bulk.tensor loads of one CTA that complete at issue. Anything else, and a descriptor that Python has not
+ * decoded yet, goes to Python. lists: map, shared and barrier operands (row, offset, wide), then coordinate rows; vec:
+ * rank. */
 static int load_box(machine *M, warp *w, i32 pc, const tensor_map *t, const i32 *at, u32 shared, u32 bar, u32 lane) {
   u8 *buffer = scratch(M, SCRATCH_BOX, 1 << 18);
   cta *c = shared_cta(M, w, M->insns + pc, shared, -1), *owner;
@@ -218,15 +224,16 @@ EXPORT int sys_tma_load(machine *M, warp *w, frag *f, const insn *i, u32 m) {
 }
 
 /* Plain bulk copies. */
-EXPORT int core_bulk_read(machine *M, warp *w, i32 pc, u64 address, u8 *out, i64 n, const i32 *vc, i32 agent, i32 clock) {
+EXPORT int core_bulk_read(machine *M, warp *w, i32 pc, u64 address, u8 *out, i64 n, const i32 *vc, i32 agent,
+                          i32 clock) {
   region *g = region_find(M, address, address + (u64)n);
   if (!g) return illegal(M, w, pc, address, (u64)n);
   memcpy(out, g->host + (address - g->base), (size_t)n);
   if (vc && g->shadow) core_global_touch(M, w, address, (u32)n, 0, pc, agent, clock, vc);
   return 0;
 }
-EXPORT int core_bulk_write(machine *M, warp *w, i32 pc, u64 address, const u8 *in, i64 n, i32 reduce, i32 type, const i32 *vc,
-                           i32 agent, i32 clock) {
+EXPORT int core_bulk_write(machine *M, warp *w, i32 pc, u64 address, const u8 *in, i64 n, i32 reduce, i32 type,
+                           const i32 *vc, i32 agent, i32 clock) {
   tensor_map t = {.address = address, .stride = {1}, .dim = {(u32)n}, .box = {(u32)n}, .step = {1}, .rank = 1,
                   .type = (u32)type, .units = 1, .unit_bytes = 1};
   i32 at[5] = {0};

@@ -33,7 +33,9 @@ struct warpgroup {
   i32 agent[4];
 };
 
-static const operation *operation_of(const machine *M, const insn *i) { return (const operation *)(M->lists + i->list); }
+static const operation *operation_of(const machine *M, const insn *i) {
+  return (const operation *)(M->lists + i->list);
+}
 static issue *issue_at(struct warpgroup *g, int w, u32 number) { return &g->queue[w][number % OUTSTANDING]; }
 
 static struct warpgroup *group_of(warp *w) {
@@ -68,7 +70,8 @@ static int check_issue(machine *M, warp *w, struct warpgroup *g, issue *s) {
   /* PTX ISA, "wgmma.fence": required before the first wgmma and whenever other instructions accessed the registers. */
   if (!w->wgmma_fences) return fail(M, w, s->i, ERR_WGMMA_FENCE, -1, o->rows[0] / 64, 1);
   for (u32 k = 0; k < o->n_d + o->n_a; k++)
-    if (w->touched[o->rows[k] / 64] & (k < o->n_d ? TOUCHED_WRITTEN | TOUCHED_READ : TOUCHED_WRITTEN)) return fail(M, w, s->i, ERR_WGMMA_FENCE, -1, o->rows[k] / 64, 0);
+    if (w->touched[o->rows[k] / 64] & (k < o->n_d ? TOUCHED_WRITTEN | TOUCHED_READ : TOUCHED_WRITTEN))
+      return fail(M, w, s->i, ERR_WGMMA_FENCE, -1, o->rows[k] / 64, 0);
   if (M->flags & FLAG_STRICT) for (u32 k = 0; k < o->n_d; k++) w->written[o->rows[k] / 64] = FULL;
   if (!M->cap) return 0;
   int n = w->id % 4;
@@ -91,7 +94,8 @@ static int check_issue(machine *M, warp *w, struct warpgroup *g, issue *s) {
     count = chunk_numbers(&a, index);
     if (count < 0) { free(stamp); return fail(M, w, s->i, ERR_DESCRIPTOR, -1, s->a, 0); }
     int quarter = o->flags & A_MN ? 0 : count / 4; /* K-major rows belong to one warp each; MN-major chunks to all */
-    core_shadow_chunks(M, w->cta, index + quarter * n, quarter ? quarter : count, TOUCH_ASYNC, s->agent, s->clock, stamp, pc);
+    core_shadow_chunks(M, w->cta, index + quarter * n, quarter ? quarter : count, TOUCH_ASYNC, s->agent, s->clock,
+                       stamp, pc);
   }
   free(stamp);
   return 0;
@@ -143,7 +147,8 @@ static int gather(machine *M, warp *w, const issue *s, const operand *x, f32 *ou
   for (i32 k = 0; k < count; k++) {
     if ((u32)index[k] * 16 + 16 > c->smem_size || index[k] * 16 < SMEM_BASE)
       return fail(M, w, s->i, ERR_SHARED, -1, (u64)index[k] * 16, c->smem_size);
-    if (c->init && memchr(c->init + 16 * index[k], 0, 16)) return fail(M, w, s->i, ERR_UNINIT_SHARED, -1, (u64)index[k] * 16, 0);
+    if (c->init && memchr(c->init + 16 * index[k], 0, 16))
+      return fail(M, w, s->i, ERR_UNINIT_SHARED, -1, (u64)index[k] * 16, 0);
   }
   i32 rows = (i32)(x->k_major ? x->mn : x->k_bytes * 2 / x->half_bytes);
   core_gather(c->smem, index, rows, count / rows, (i32)x->format, 0, out, stride, transpose);
@@ -154,7 +159,8 @@ static int multiply(machine *M, warp *w, struct warpgroup *g, u32 first, u32 cou
   warp *warps = w->cta->warps + (w->id & ~3);
   const operation *o = operation_of(M, issue_at(g, 0, first)->i);
   i32 n = (i32)o->n, k_total = (i32)(o->k * count), at = 0;
-  f32 *left = scratch(M, SCRATCH_A, 64 * K_MOST * sizeof *left), *right = scratch(M, SCRATCH_B, 256 * K_MOST * sizeof *right);
+  f32 *left = scratch(M, SCRATCH_A, 64 * K_MOST * sizeof *left);
+  f32 *right = scratch(M, SCRATCH_B, 256 * K_MOST * sizeof *right);
   f32 *acc = scratch(M, SCRATCH_D, 64 * 256 * sizeof *acc);
   for (u32 q = 0; q < count; q++, at += (i32)o->k) {
     const issue *s = issue_at(g, 0, first + q);
@@ -163,7 +169,8 @@ static int multiply(machine *M, warp *w, struct warpgroup *g, u32 first, u32 cou
     if (gather(M, w, s, &b, right + (size_t)at * (size_t)n, n, !(p->flags & B_MN))) return SYS_ERROR;
     if (p->flags & A_REGS) {
       for (int k = 0; k < 4; k++)
-        core_load_a(warps[k].file, p->rows + p->n_d, (i32)p->n_a, (i32)p->a_format, left + 16 * k * k_total + at, k_total);
+        core_load_a(warps[k].file, p->rows + p->n_d, (i32)p->n_a, (i32)p->a_format, left + 16 * k * k_total + at,
+                    k_total);
     } else {
       operand a = operand_of(p, s->a, 1);
       if (gather(M, w, s, &a, left + at, k_total, (p->flags & A_MN) != 0)) return SYS_ERROR;
@@ -175,7 +182,8 @@ static int multiply(machine *M, warp *w, struct warpgroup *g, u32 first, u32 cou
   if (o->d_format == FMT_S32) { /* exact: the sum of 32 products of 8-bit integers is below 2^24 */
     i32 *total = scratch(M, SCRATCH_TOTAL, 64 * 256 * sizeof *total);
     memset(total, 0, 64 * 256 * sizeof *total);
-    if (keep) for (int k = 0; k < 4; k++) core_load_accumulators(warps[k].file, o->rows, n, (f32 *)total + 16 * k * n, n);
+    if (keep)
+      for (int k = 0; k < 4; k++) core_load_accumulators(warps[k].file, o->rows, n, (f32 *)total + 16 * k * n, n);
     core_gemm(acc, left, right, 64, n, k_total, k_total, n, n);
     for (i32 k = 0; k < 64 * n; k++) total[k] += (i32)acc[k];
     for (int k = 0; k < 4; k++) core_store_accumulators(warps[k].file, o->rows, n, (f32 *)total + 16 * k * n, n);
@@ -213,7 +221,9 @@ static int defers(machine *M, const insn *i) {
   switch (M->schedule) {
     case SCHEDULE_EAGER: return 0;
     case SCHEDULE_LATE: return 1;
-    case SCHEDULE_RANDOM: M->rng = M->rng * 6364136223846793005ull + 1442695040888963407ull; return (M->rng >> 33) % 10 >= 3;
+    case SCHEDULE_RANDOM:
+      M->rng = M->rng * 6364136223846793005ull + 1442695040888963407ull;
+      return (M->rng >> 33) % 10 >= 3;
     default: return (int)(((u64)(i - M->insns) * 0x9e3779b97f4a7c15ull ^ M->seed * 0xc2b2ae3d27d4eb4full) >> 40 & 1);
   }
 }
