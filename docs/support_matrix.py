@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import textwrap
 from typing import NamedTuple
 
 from hopwell.kernels import support
@@ -31,34 +32,60 @@ class Row(NamedTuple):
     title: str
     entry: str
     features: tuple[str, ...]
-    notes: tuple[str, str, str] = ("", "", "")
+    notes: tuple[str, str, str] = ("", "", "")  # names of footnotes, or none
 
-    def cells(self) -> list[str]:
-        """Return the marks of each column."""
+    def cells(self, numbers: dict[str, str]) -> list[str]:
+        """Return the marks of each column, and the ``numbers`` of its footnotes."""
         rows = [ENTRIES[self.entry].feature(key) for key in self.features]
         marks = ([mark for arch in archs for row in rows for mark in row.marks(arch)] for archs in COLUMNS)
         return [
-            f"{'; '.join(dict.fromkeys(found)) or MISSING} {note}".strip()
+            f"{'; '.join(dict.fromkeys(found)) or MISSING} {numbers.get(note, '')}".strip()
             for found, note in zip(marks, self.notes, strict=True)
         ]
 
 
 CONTEXT, XQA, MLA = support.CONTEXT, support.XQA, support.MLA
-MLA_NOTES = ("", "(6)", "(5)")
+MLA_NOTES = ("", "pairs of rows", "rows of few heads")
+# Footnotes by the names that rows cite. A footnote cites another one as {name}.
+NOTES = {
+    "model": "A model, not a measurement, predicts 80 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens "
+    "([blackwell.md](docs/kernels/blackwell.md)).",
+    "head dims": "Head dims up to 128, and 160, 192, 224 and 256, which have pairs of CTAs. Others use `mma.sync`.",
+    "narrow caches": "Head dims up to 128, and 192/128. Others use `mma.sync`. Four warps dequantize K and V in shared "
+    "memory.",
+    "fp8 head dims": "Head dims of {head dims}, and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens and "
+    "head dim 128. Others use `mma.sync`, which runs fp8 at 0.65 of the bf16 rate on an H200.",
+    "block scales": "Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.",
+    "decode rows": "Up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow caches. More rows, and head dim "
+    "512, use `mma.sync`.",
+    "narrow decode": "Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 8 "
+    "rows, and `wgmma` for more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and head dim 512 uses `wgmma` "
+    "alone.",
+    "pairs of rows": "More than 16 rows have pairs of CTAs with 128 rows a tile. These kernels have run on the "
+    "emulator only.",
+    "rows of few heads": "Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an "
+    "H200 with a bf16 cache, at 32 x 8192 tokens, with 16 and 128 heads: 103 and 136 TFLOP/s. Hopper's own kernel: "
+    "111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).",
+}
 ROWS = (
-    Row("Prefill, bf16 or fp16, head dim 64, 128, 192/128", CONTEXT, ("16bit", "head_dim"), ("", "(1)", "")),
+    Row("Prefill, bf16 or fp16, head dim 64, 128, 192/128", CONTEXT, ("16bit", "head_dim"), ("", "model", "")),
     Row(
         "Prefill, bf16 or fp16, other head dims up to 512",
         CONTEXT,
         ("multiple_head_dim", "large_head_dim"),
-        ("", "(9)", ""),
+        ("", "head dims", ""),
     ),
-    Row("Prefill, fp8 KV cache, bf16 or fp16 query", CONTEXT, ("fp8_kv",), ("", "(8)", "")),
-    Row("Prefill, fp8 KV cache, fp8 query", CONTEXT, ("fp8",), ("", "(2)", "(3)")),
-    Row("Prefill, NVFP4 KV cache", CONTEXT, ("nvfp4_kv",), ("", "(8)", "")),
-    Row("Decode, bf16 or fp16 KV cache", XQA, ("16bit",), ("", "(7)", "")),
-    Row("Decode, fp8, int8 or NVFP4 KV cache", XQA, ("fp8_kv", "int8_kv", "nvfp4_kv"), ("(4)", "(7)", "")),
-    Row("Decode, fp8 KV cache, fp8 query", XQA, ("fp8",), ("(4)", "(7)", "")),
+    Row("Prefill, fp8 KV cache, bf16 or fp16 query", CONTEXT, ("fp8_kv",), ("", "narrow caches", "")),
+    Row("Prefill, fp8 KV cache, fp8 query", CONTEXT, ("fp8",), ("", "fp8 head dims", "block scales")),
+    Row("Prefill, NVFP4 KV cache", CONTEXT, ("nvfp4_kv",), ("", "narrow caches", "")),
+    Row("Decode, bf16 or fp16 KV cache", XQA, ("16bit",), ("", "decode rows", "")),
+    Row(
+        "Decode, fp8, int8 or NVFP4 KV cache",
+        XQA,
+        ("fp8_kv", "int8_kv", "nvfp4_kv"),
+        ("narrow decode", "decode rows", ""),
+    ),
+    Row("Decode, fp8 KV cache, fp8 query", XQA, ("fp8",), ("narrow decode", "decode rows", "")),
     Row("MLA, bf16 or fp16 cache", MLA, ("16bit",), MLA_NOTES),
     Row("MLA, fp8 cache, bf16 or fp16 query", MLA, ("fp8_kv",), MLA_NOTES),
     Row("MLA, fp8 cache, fp8 query", MLA, ("fp8",), MLA_NOTES),
@@ -66,23 +93,6 @@ ROWS = (
     Row("MLA, sparse top-k", MLA, ("sparse",), MLA_NOTES),
     Row("Append to a bf16, fp16, fp8 or NVFP4 cache", support.APPEND, ("16bit", "fp8_kv", "nvfp4_kv")),
 )
-NOTES = """\
-1. A model, not a measurement, predicts 80 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
-   ([blackwell.md](docs/kernels/blackwell.md)).
-2. Head dims of (9), and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens and head dim 128. Others use
-   `mma.sync`, which runs fp8 at 0.65 of the bf16 rate on an H200.
-3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.
-4. Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 8 rows, and `wgmma` for
-   more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and head dim 512 uses `wgmma` alone.
-5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
-   32 x 8192 tokens, with 16 and 128 heads: 103 and 136 TFLOP/s. Hopper's own kernel: 111 and 587
-   ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
-6. More than 16 rows have pairs of CTAs with 128 rows a tile. These kernels have run on the emulator only.
-7. Up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow caches. More rows, and head dim 512, use
-   `mma.sync`.
-8. Head dims up to 128, and 192/128. Others use `mma.sync`. Four warps dequantize K and V in shared memory.
-9. Head dims up to 128, and 160, 192, 224 and 256, which have pairs of CTAs. Others use `mma.sync`.
-"""
 SHORT_NAMES = {
     support.CONTEXT: "context prefill",
     support.FMHA_V2: "FMHAv2 prefill",
@@ -107,11 +117,25 @@ def full_page() -> str:
     )
 
 
+def note_numbers() -> dict[str, str]:
+    """Return the footnotes' numbers, in the order in which the table cites them."""
+    cited = dict.fromkeys(note for row in ROWS for note in row.notes if note)
+    return {note: f"({number})" for number, note in enumerate(cited, 1)}
+
+
+def footnotes(numbers: dict[str, str]) -> str:
+    """Return the text of the footnotes, as a list."""
+    texts = (f"{number.strip('()')}. {NOTES[note].format(**numbers)}" for note, number in numbers.items())
+    wrapped = (textwrap.fill(text, 120, subsequent_indent="   ", break_on_hyphens=False) for text in texts)
+    return "\n".join(wrapped) + "\n"
+
+
 def gpu_matrix() -> str:
     """Return the table of README.md whose columns are GPUs, with its legend and footnotes."""
     lines = ["| | " + " | ".join(gpus_of(archs) for archs in COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
-    lines += [f"| {row.title} | {' | '.join(row.cells())} |" for row in ROWS]
-    return "\n".join([MARKS, *lines, "", NOTES])
+    numbers = note_numbers()
+    lines += [f"| {row.title} | {' | '.join(row.cells(numbers))} |" for row in ROWS]
+    return "\n".join([MARKS, *lines, "", footnotes(numbers)])
 
 
 def entry_matrix() -> str:
