@@ -29,7 +29,7 @@ from hopwell.kernels import execute
 from hopwell.kernels.config import splitting
 from hopwell.kernels.jit import settings
 from hopwell.kernels.launch import geometry
-from hopwell.kernels.parts.core.barriers import NamedBarrier
+from hopwell.kernels.parts.core.pipeline import NamedBarrier
 from hopwell.kernels.problem import BlockScales
 
 LENGTHS = [260, 3, 130, 2], [300, 10, 150, 0]

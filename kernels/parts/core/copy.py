@@ -12,8 +12,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.parts.core.device import shared_address
-from hopwell.kernels.parts.core.ptx import ptx
+from hopwell.kernels.parts.core.device import ptx, shared_address
 
 VECTOR_BYTES = 16  # bytes per access of a lane to shared memory, registers and global memory
 SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its vectors are permuted by the row number mod 8

@@ -1,4 +1,4 @@
-"""Device-side basics for all parts: structs that survive the DSL's loops, and access through raw addresses."""
+"""Device-side basics: structs that survive the DSL's loops, access through raw addresses, and inline PTX."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,6 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import WARPS
-from hopwell.kernels.parts.core.ptx import ptx
 
 _T = TypeVar("_T")
 
@@ -292,3 +291,12 @@ def running_sum(value):
         below = cute.arch.shuffle_sync_up(value, 1 << k, mask_and_clamp=0)
         value += below if lane >= (1 << k) else Int32(0)
     return value
+
+
+@dsl_user_op
+def ptx(text: str, *operands, results=(), loc=None, ip=None):
+    """Issue the instructions of ``text``. Return the result, or a tuple of several, of the types ``results``.
+
+    The text names operands {$r0}, {$r1} and so on, and results {$w0}, {$w1} and so on.
+    """
+    return cute.arch.inline_ptx(text, write_only_types=[*results], read_only_args=[*operands], loc=loc, ip=ip)

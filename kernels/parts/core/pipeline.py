@@ -1,7 +1,9 @@
-"""Warp roles of a kernel, and the producer-consumer edges between them over mbarriers, declared as data.
+"""Warp roles, the producer-consumer edges between them over mbarriers, declared as data, and named barriers.
 
 A kernel lists its roles and its edges once. Arrive counts follow from the warps of the roles. The list of edges creates
 and initialises the barriers, gives the size of their shared memory, and prints itself for documentation.
+
+Barrier 0 of the named barriers belongs to ``cute.arch.sync_threads``.
 """
 
 import enum
@@ -245,3 +247,20 @@ def create_rings(barriers, edges: cutlass.Constexpr) -> Rings:
                 cute.arch.mbarrier_init(ring.empty + stage, edge.consumer_warps * edge.consumer_lanes)
         cute.arch.mbarrier_init_fence()
     return Rings(**{edge.name: ring for edge, ring in zip(edges, rings, strict=True)})
+
+
+class NamedBarrier(enum.IntEnum):
+    """Barriers of kernels whose consumers are warpgroups or warps with S, P and O in registers."""
+
+    PING_PONG = 1  # 1 to 3, by consumer warpgroup: its turn at the tensor cores
+    WARPGROUP = 4  # 4 to 6, by consumer warpgroup: its four warps meet
+    COMBINE = 7  # warpgroups that combine partials
+    ALL_CONSUMERS = 8  # all consumer warps, whose products are in tensor memory
+    DEQUANT = 11  # the warpgroup that dequantizes in place, also of kernels with barriers of ``SoftmaxBarrier``
+
+
+class SoftmaxBarrier(enum.IntEnum):
+    """Barriers of kernels whose S and O are in tensor memory."""
+
+    TILE = 1  # 1 and 2, by query tile: whether all of its rows leave a tile of keys out
+    ROWS = 3  # 3 to 10, by 32 rows of a query tile: the two warps that share rows exchange values

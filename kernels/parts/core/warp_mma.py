@@ -15,7 +15,7 @@ in memory are therefore read 16 bytes at a time, which is several fragments.
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Uint32
 
-from hopwell.kernels.parts.core.ptx import ptx
+from hopwell.kernels.parts.core.device import ptx
 
 MMA_COLUMNS, MMA_DEPTH = 8, 16  # of an mma.sync product
 QUAD = 4  # lanes with the same g

@@ -10,7 +10,7 @@ from typing import Any
 
 from cutlass import Float16, Uint32
 
-from hopwell.kernels.parts.core.ptx import ptx
+from hopwell.kernels.parts.core.device import ptx
 
 # Bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, from the lowest on. float16 needs only the upper bytes, because its lower
 # bytes are 0; bfloat16 needs both.

@@ -8,8 +8,7 @@ from cutlass import BFloat16, Uint32, const_expr
 
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import prmt
-from hopwell.kernels.parts.core.ptx import ptx
+from hopwell.kernels.parts.core.device import prmt, ptx
 from hopwell.kernels.parts.dequant import e2m1
 from hopwell.kernels.parts.load.block_scales import HALVES
 

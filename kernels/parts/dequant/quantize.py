@@ -9,7 +9,7 @@ from cutlass import Float32, Uint32
 
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import pack_e4m3_x2
-from hopwell.kernels.parts.core.ptx import ptx
+from hopwell.kernels.parts.core.device import ptx
 
 E2M1_MAX = 6.0
 CODES_IN_WORD = 8

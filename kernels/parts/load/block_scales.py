@@ -12,8 +12,8 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import device_struct, global_array, load_index, prmt, shared_address
 from hopwell.kernels.parts.core.warp_mma import QUAD
 from hopwell.kernels.parts.dequant import e2m1
-from hopwell.kernels.parts.load.hidden_keys import DraftRows, hidden_drafts
 from hopwell.kernels.parts.load.page_size import page_size
+from hopwell.kernels.parts.load.sequence import DraftRows, hidden_drafts
 
 TOKENS = 4  # scales in a word; with interleaved scales, tokens whose scales of a block are adjacent
 # prmt selectors for two words. INTERLEAVED: bytes of the lower halves alternate, then bytes of the upper halves.

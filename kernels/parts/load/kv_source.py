@@ -31,8 +31,8 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import device_struct, load_index
 from hopwell.kernels.parts.load.block_scales import ScaleCopies, ScaleRows, SharedScales
-from hopwell.kernels.parts.load.hidden_keys import DraftRows, HiddenDrafts, hidden_drafts
 from hopwell.kernels.parts.load.page_size import EvenPages, page_size
+from hopwell.kernels.parts.load.sequence import DraftRows, HiddenDrafts, hidden_drafts
 
 BOXES_AT_ONCE = 8  # boxes whose coordinates a lane holds before they are fetched
 

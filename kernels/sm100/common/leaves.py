@@ -8,9 +8,8 @@ from cutlass import Int32, const_expr
 
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array
-from hopwell.kernels.parts.core.pipeline import Edge, Roles
+from hopwell.kernels.parts.core.pipeline import Edge, NamedBarrier, Roles
 from hopwell.kernels.parts.partition.stream_k import StreamKTile
 from hopwell.kernels.sm90.decode.leaves import STATE_BYTES
 from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafProducts

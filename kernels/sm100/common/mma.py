@@ -14,8 +14,7 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
-from hopwell.kernels.parts.core.device import device_struct, shared_address
-from hopwell.kernels.parts.core.ptx import ptx
+from hopwell.kernels.parts.core.device import device_struct, ptx, shared_address
 from hopwell.kernels.sm100.common.resources import BOX_TENSOR_COLUMNS
 
 ROWS = 128  # of an accumulator: lanes of tensor memory

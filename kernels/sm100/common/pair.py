@@ -9,9 +9,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from hopwell.kernels.parts.core.device import device_struct, shared_address
+from hopwell.kernels.parts.core.device import device_struct, ptx, shared_address
 from hopwell.kernels.parts.core.pipeline import Ring
-from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.common.resources import CTAS
 

@@ -11,8 +11,8 @@ from cutlass import Float32, Int32, Uint16
 
 from hopwell.kernels.config.base import power_of_two_in
 from hopwell.kernels.hardware import LANES
+from hopwell.kernels.parts.core.device import ptx
 from hopwell.kernels.parts.core.fragment import LaneRow, RowFragment
-from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 
 COLUMNS_AT_ONCE = 16  # processed by a thread: with 32, roles of 56 and 96 registers spill more

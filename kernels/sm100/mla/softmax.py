@@ -9,10 +9,9 @@ from cutlass import Float32, Int32, const_expr
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
-from hopwell.kernels.parts.core.pipeline import Ring
+from hopwell.kernels.parts.core.pipeline import Ring, SoftmaxBarrier
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from hopwell.kernels.hardware import WARPGROUP
-from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
 from hopwell.kernels.parts.core.device import barrier_all, shared_array
+from hopwell.kernels.parts.core.pipeline import SoftmaxBarrier
 from hopwell.kernels.parts.rows.mask import LogitRow
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm100.common import tmem

@@ -10,10 +10,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
-from hopwell.kernels.parts.core.device import barrier_all, device_struct, shared_array
+from hopwell.kernels.parts.core.device import barrier_all, device_struct, ptx, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
-from hopwell.kernels.parts.core.ptx import ptx
+from hopwell.kernels.parts.core.pipeline import SoftmaxBarrier
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import RowResults
 from hopwell.kernels.parts.rows.head_scales import output_scale_of, with_scale_of

@@ -13,16 +13,16 @@ from cutlass import Int32, const_expr
 
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.launch.arguments import Addresses, Geometry
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.core.kernel import SharedTiles
+from hopwell.kernels.parts.core.pipeline import NamedBarrier
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
+from hopwell.kernels.sm90.common.dequant import dequantize_queries
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS
-from hopwell.kernels.sm90.prefill.dequant_q import dequantize_queries
 
 
 @device_struct(frozen=True)

@@ -18,9 +18,8 @@ from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 from hopwell.kernels.elements import HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.device import device_struct, shared_address
+from hopwell.kernels.parts.core.device import device_struct, ptx, shared_address
 from hopwell.kernels.parts.core.fragment import ColumnFragment
-from hopwell.kernels.parts.core.ptx import ptx
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
 from hopwell.kernels.parts.dequant.eight_bit import dequantized, exponent, in_order
 from hopwell.kernels.parts.load.block_scales import SharedScales

@@ -11,10 +11,9 @@ from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.partials import Combine, Slots
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import example_arguments
-from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
+from hopwell.kernels.parts.core.pipeline import Edge, NamedBarrier, Reader, Roles
 from hopwell.kernels.parts.partition.split_kv import ScheduleHooks, SplitSchedule, SplitTile
 from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
@@ -22,9 +21,8 @@ from hopwell.kernels.problem import ScoreKind
 from hopwell.kernels.sm90.common.attend import Attend, MainLoop
 from hopwell.kernels.sm90.common.kernel import kv_edges_in_place
 from hopwell.kernels.sm90.common.operands import Operands
-from hopwell.kernels.sm90.decode.base import DecodeKernel, argument_types
+from hopwell.kernels.sm90.decode.base import DecodeKernel, KvLoads, argument_types
 from hopwell.kernels.sm90.decode.dequant_warps import DequantCombine, DequantWarps, Exchange
-from hopwell.kernels.sm90.decode.loads import KvLoads
 from hopwell.kernels.sm90.decode.rows import HeadScores, SplitKvRows
 
 

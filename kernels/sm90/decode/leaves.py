@@ -16,9 +16,9 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts.combine.tree import Node, StoredNodes, Tree
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.pipeline import NamedBarrier
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, place_in_warp, transposed
 from hopwell.kernels.parts.partition.stream_k import StreamKTile
 from hopwell.kernels.parts.rows.packed import PackedRows

@@ -34,7 +34,7 @@ from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.mask import IntervalMask
 from hopwell.kernels.parts.rows.softmax import ColumnSoftmax
 from hopwell.kernels.sm90.common.mma import issue_mma, make_transposed_mmas
-from hopwell.kernels.sm90.decode.base import DecodeKernel, argument_types
+from hopwell.kernels.sm90.decode.base import DecodeKernel, KvLoads, argument_types
 from hopwell.kernels.sm90.decode.leaves import (
     RESULT_BYTES,
     STATE_BYTES,
@@ -44,7 +44,6 @@ from hopwell.kernels.sm90.decode.leaves import (
     own_warpgroup,
     write_weights,
 )
-from hopwell.kernels.sm90.decode.loads import KvLoads
 
 
 @dataclass(frozen=True)

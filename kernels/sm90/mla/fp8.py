@@ -39,7 +39,6 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import DecodeAddresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import (
     barrier_of_branches,
     device_struct,
@@ -50,7 +49,7 @@ from hopwell.kernels.parts.core.device import (
 )
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import example_arguments
-from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
+from hopwell.kernels.parts.core.pipeline import Edge, NamedBarrier, Reader, Roles
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.parts.rows.softmax import TileSoftmax
 from hopwell.kernels.sm90.common.dequant import EVEN_BYTES, ODD_BYTES, PAIRED_KEYS

@@ -39,7 +39,7 @@ class MlaSm90(LatentKernel, DecodeKernel):
                            in batch-invariant kernels warp 1 dequantizes all rows
         warps 1, 2 combine   in batch-invariant kernels, if they neither load nor dequantize: row shares whose partials
                            are complete, see parts/combine/row_shares.py; in other kernels attend combines, see
-                           parts/combine/own_row_shares.py
+                           OwnRowShares
         warp 3 schedule    work tiles and their rows of Q (by TMA if the rows have a constant stride);
                            in batch-invariant kernels also slots for their partials, which it announces
         warps 4..7 left    S and P of tile A; left half of O

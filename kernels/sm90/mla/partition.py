@@ -13,9 +13,8 @@ from cutlass import Int32
 from hopwell.kernels.config.splitting import LATENT_PARTIAL_BYTES
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
-from hopwell.kernels.parts.combine.own_row_shares import OwnRowShares, OwnSlots
 from hopwell.kernels.parts.combine.partials import Slots
-from hopwell.kernels.parts.combine.row_shares import Partials, RowShares
+from hopwell.kernels.parts.combine.row_shares import OwnRowShares, OwnSlots, Partials, RowShares
 from hopwell.kernels.parts.core.pipeline import Edge, Roles
 from hopwell.kernels.parts.partition.cta_parts import CtaPartSchedule, TopkCtaPartSchedule
 from hopwell.kernels.parts.partition.split_kv import KeySchedule, ScheduleHooks, SplitSchedule, TopkSchedule

@@ -9,11 +9,10 @@ from cutlass import Float32, Int32
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.combine.row_shares import Partials
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles
-from hopwell.kernels.parts.core.pipeline import Rings
+from hopwell.kernels.parts.core.pipeline import NamedBarrier, Rings
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.parts.rows.mask import IntervalMask

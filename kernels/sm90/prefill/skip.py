@@ -4,8 +4,8 @@ import cutlass
 import cutlass.cute as cute
 
 from hopwell.kernels.hardware import WARPGROUP
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import barrier_all, device_struct
+from hopwell.kernels.parts.core.pipeline import NamedBarrier
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm90.common.attend import MainLoop
 

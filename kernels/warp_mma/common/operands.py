@@ -10,9 +10,9 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts.core import copy
-from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import device_struct, shared_address, tied, warp_in_warpgroup
 from hopwell.kernels.parts.core.kernel import SharedTiles
+from hopwell.kernels.parts.core.pipeline import NamedBarrier
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, MMA_DEPTH, multiply
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.sm90.common.operands import RowOperands
