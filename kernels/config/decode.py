@@ -213,9 +213,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
     @classmethod
     def tiles_with_tree(cls, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tuple[int, ...]:
         """Return the rows of tiles whose kernels combine leaves as a tree."""
-        rows = tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
-        # Block scales of V are rearranged in shared memory by the only warpgroup that reads them.
-        return rows[:1] if kv_type is KvType.NVFP4 else rows
+        return tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
 
     @property
     def has_tree(self) -> bool:

@@ -64,14 +64,6 @@ class TensorDequantOperands(DequantOperandA, DequantLeafOperands):
             a_ring=rings.a,
         )
 
-    @property
-    def own_tiles(self) -> int:
-        return self.leaf_tiles // self.accumulators.part.warpgroups
-
-    def own_tile(self, number):
-        part = self.accumulators.part
-        return number * part.warpgroups + part.index if part.warpgroups > 1 else number
-
     def _buffer(self, turn, block: int = 0) -> Int32:
         config = self.kernel.config
         first = config.columns.first("a") + block * VALUE_COLUMNS

@@ -40,6 +40,7 @@ class DecodeKernel(AttentionKernel):
     reader: Reader  # of K and V
     loads: Any  # roles that load K and V
     q_role = "load_q"
+    value_factor = 1.0  # factor of the output besides the caller's
 
     @property
     def mask_type(self) -> type[IntervalMask]:
@@ -173,6 +174,8 @@ class DecodeKernel(AttentionKernel):
     def output_scale(self, addresses: Addresses, output_scale, output_factor):
         """Return the factor of the output, for each KV head if heads have scales."""
         c, factor = self.config, load_scale(addresses.output_factor, output_factor)
+        if self.value_factor != 1.0:
+            factor = factor * self.value_factor
         if c.k_head_scales or c.v_head_scales:
             return HeadScales(output_scale * factor, c.k_head_scales, c.v_head_scales)
         return load_output_scale(addresses, output_scale) * factor

@@ -98,6 +98,14 @@ class DequantOperandA:
         """Release Q after the segment's last product."""
         q_ring.release(work)
 
+    @property
+    def own_tiles(self) -> int:
+        return self.leaf_tiles // self.kernel.config.consumer_warpgroups
+
+    def own_tile(self, number):
+        warpgroups = self.kernel.config.consumer_warpgroups
+        return number * warpgroups + self.exchange.warpgroup if warpgroups > 1 else number
+
     def output(self) -> ColumnFragment:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
 
@@ -188,7 +196,8 @@ class WgmmaDequantOperands(DequantOperandA, DequantLeafOperands):
         return cute.make_tensor(registers.iterator + i * cute.size(layout), layout)
 
     def prepare_values(self, ring, step) -> None:
-        """Make P in shared memory visible to the tensor cores, before the warps meet."""
+        """Rearrange the block scales of V, if there are any, and make P visible to the tensor cores."""
+        DequantLeafOperands.prepare_values(self, ring, step)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def multiply_values(self, ring, step) -> None:
@@ -216,7 +225,9 @@ def as_float16(tile):
     return cute.make_tensor(cute.recast_ptr(tile.iterator, swizzle, dtype=Float16), tile.layout)
 
 
-DEQUANT_WGMMA = LeafProducts(WgmmaDequantOperands, Reader.SYNCED_LANES, HalfSoftmax, VectorOutput)
+DEQUANT_WGMMA = LeafProducts(
+    WgmmaDequantOperands, Reader.SYNCED_LANES, HalfSoftmax, VectorOutput, keeps_exponent=True
+)
 
 
 def build(config: DecodeConfig) -> Any:

@@ -50,9 +50,10 @@ class WarpgroupExchange:
 
     def meet_for_products(self) -> None:
         """Wait for all warps that write operands of the next products. All warpgroups do if a product has the rows of
-        all."""
-        if self.kernel.products.shares_rows:
-            threads = self.kernel.config.consumer_warpgroups * WARPGROUP
+        all, or if each rearranges block scales for the others."""
+        config = self.kernel.config
+        if self.kernel.products.shares_rows or (config.copies_scales and config.consumer_warpgroups > 1):
+            threads = config.consumer_warpgroups * WARPGROUP
             cute.arch.barrier(barrier_id=NamedBarrier.ALL_CONSUMERS, number_of_threads=threads)
         else:
             self.meet()

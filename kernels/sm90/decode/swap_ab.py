@@ -29,6 +29,7 @@ from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Rings, Roles
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD
+from hopwell.kernels.parts.dequant.eight_bit import exponent
 from hopwell.kernels.parts.partition.stream_k import StreamKSchedule, StreamKTile
 from hopwell.kernels.parts.partition.tiles import WorkQueue
 from hopwell.kernels.parts.rows.mask import IntervalMask
@@ -55,6 +56,7 @@ class LeafProducts:
     softmax: type = ColumnSoftmax
     output: type = CoreMatrixOutput  # writes the columns that a lane holds
     kv_consumer: str = "attend"  # role that releases K and V
+    keeps_exponent: bool = False  # whether O has the power of two of dequantized values until it is stored
     shares_rows: ClassVar[bool] = False  # whether a product has the rows of all warpgroups
 
     def roles(self, kernel: Any) -> dict[str, int]:
@@ -180,6 +182,10 @@ class SwapABDecodeSm90(SwapABTree, DecodeKernel):
     def __init__(self, config: DecodeConfig, products: LeafProducts):
         self.products, self.reader, self.loads = products, products.reader, KvLoads(self)
         super().__init__(config)
+
+    @property
+    def value_factor(self) -> float:
+        return 2.0 ** -exponent(self.config.kv_type) if self.products.keeps_exponent else 1.0
 
     @property
     def roles(self) -> dict[str, int]:
