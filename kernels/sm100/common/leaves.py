@@ -11,7 +11,6 @@ from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import device_struct, shared_address, shared_array
 from hopwell.kernels.parts.core.pipeline import Edge, NamedBarrier, Roles
 from hopwell.kernels.parts.partition.stream_k import StreamKTile
-from hopwell.kernels.sm90.decode.leaves import STATE_BYTES
 from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafProducts
 from hopwell.kernels.sm100.common import tmem
 from hopwell.kernels.sm100.common.accumulators import Accumulators
@@ -69,7 +68,7 @@ class TensorProducts(LeafProducts):
 
     def attend(self, kernel: Any, fields: dict[str, Any], addresses, geometry) -> None:
         # The last bytes of the state, behind the values of the most rows.
-        slot = shared_address(fields["tiles"].staging) + (kernel.nodes_bytes + STATE_BYTES - copy.VECTOR_BYTES)
+        slot = shared_address(fields["tiles"].staging) + (kernel.nodes_bytes + kernel.state_bytes - copy.VECTOR_BYTES)
         tensor_memory = allocate_columns(kernel, slot)
         role = TensorLeafAttend(**fields, operands=self.operands, tensor_memory=tensor_memory)
         role.run(addresses, geometry)

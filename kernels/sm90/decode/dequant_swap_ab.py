@@ -80,7 +80,7 @@ class DequantLeafOperands(DequantProducts):
         return self._scores(i, 1)
 
     def scores(self) -> ColumnFragment:
-        return self._scores(0, self.leaf_tiles)
+        return self._scores(0, self.kernel.scored_tiles)
 
     def begin(self, q_ring, work) -> None:
         """Load Q of a segment into registers."""

@@ -23,9 +23,9 @@ from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, place_in_warp, tran
 from hopwell.kernels.parts.partition.stream_k import StreamKTile
 from hopwell.kernels.parts.rows.packed import PackedRows
 
-# Shared memory behind the nodes of a warpgroup: STATE_BYTES, of which RESULT_BYTES are for ``Tree.results``, and the
-# rest for one float32 per row and warp. The rest fits 48 rows of one warpgroup, or two warpgroups with up to 16 rows.
-RESULT_BYTES, STATE_BYTES = 256, 1024
+# Shared memory behind the nodes of a warpgroup: RESULT_BYTES for ``Tree.results``, and at least ROW_STATE_BYTES for one
+# float32 per row and warp. The latter fits 48 rows of one warpgroup, or two warpgroups with up to 16 rows.
+RESULT_BYTES, ROW_STATE_BYTES = 256, 768
 
 
 def own_warpgroup():
@@ -51,17 +51,26 @@ class WarpgroupExchange:
     def meet_for_products(self) -> None:
         """Wait for all warps that write operands of the next products. All warpgroups do if a product has the rows of
         all, or if each rearranges block scales for the others."""
-        config = self.kernel.config
-        if self.kernel.products.shares_rows or (config.copies_scales and config.consumer_warpgroups > 1):
-            threads = config.consumer_warpgroups * WARPGROUP
-            cute.arch.barrier(barrier_id=NamedBarrier.ALL_CONSUMERS, number_of_threads=threads)
+        products, config = self.kernel.products, self.kernel.config
+        shares_scales = config.copies_scales and config.consumer_warpgroups > 1 and not products.splits_keys
+        if products.shares_rows or shares_scales:
+            self.meet_all()
         else:
             self.meet()
+
+    def meet_all(self) -> None:
+        """Wait for all warps of all warpgroups."""
+        threads = self.kernel.config.consumer_warpgroups * WARPGROUP
+        cute.arch.barrier(barrier_id=NamedBarrier.ALL_CONSUMERS, number_of_threads=threads)
+
+    def of_warpgroup(self, warpgroup):
+        """Return the shared address of the float32 values of a warpgroup."""
+        return self.state + warpgroup * self.kernel.state_stride
 
     def _of_warps(self, r: int):
         """Return the shared address of row r's float32 values, one for each warp of this warpgroup."""
         row = ColumnFragment.first_row() + ColumnFragment.row_offset(r)
-        return self.state + self.warpgroup * self.kernel.state_stride + 4 * WARPS * row
+        return self.of_warpgroup(self.warpgroup) + 4 * WARPS * row
 
     @cute.jit
     def gathered(self, values) -> list:
@@ -156,7 +165,7 @@ class LeafTree:
 
         ``next_leaf`` computes each leaf into ``node``, or adds it to ``node`` below the tree's first level. Its
         arguments are the number of the leaf among the keys, whether the leaf needs the mask, and a step. If leaves are
-        added, it also takes whether the leaf begins a node. It returns the advanced step.
+        added, it also takes whether the leaf begins and whether it ends a node. It returns the advanced step.
 
         ``node`` holds the root if the segment covers its whole output tile. Nodes of other segments are written to
         global memory. Return the step after the segment and the nodes written.
@@ -172,9 +181,11 @@ class LeafTree:
                 waiting, stored = self.place_node(node, tile, leaf, waiting, stored)
             else:
                 of_node = (Int32(1) << tile.first_level) - 1
-                step = next_leaf(n, masked, step, (leaf & of_node) == 0)
+                begins = (leaf & of_node) == 0
                 leaf += 1
-                if ((leaf & of_node) == 0) | (leaf == tile.leaves):
+                ends = ((leaf & of_node) == 0) | (leaf == tile.leaves)
+                step = next_leaf(n, masked, step, begins, ends)
+                if ends:
                     waiting, stored = self.place_node(node, tile, leaf, waiting, stored)
         if tile.end_leaf < tile.leaves:
             stored = tree.store_waiting(tile, waiting, tile.end_leaf, stored)

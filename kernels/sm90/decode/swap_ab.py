@@ -38,7 +38,7 @@ from hopwell.kernels.sm90.common.mma import issue_mma, make_transposed_mmas
 from hopwell.kernels.sm90.decode.base import DecodeKernel, KvLoads, argument_types
 from hopwell.kernels.sm90.decode.leaves import (
     RESULT_BYTES,
-    STATE_BYTES,
+    ROW_STATE_BYTES,
     CoreMatrixOutput,
     LeafTree,
     WarpgroupExchange,
@@ -58,6 +58,7 @@ class LeafProducts:
     kv_consumer: str = "attend"  # role that releases K and V
     keeps_exponent: bool = False  # whether O has the power of two of dequantized values until it is stored
     shares_rows: ClassVar[bool] = False  # whether a product has the rows of all warpgroups
+    splits_keys: ClassVar[bool] = False  # whether each warpgroup multiplies all rows with its own tiles of a leaf
 
     def roles(self, kernel: Any) -> dict[str, int]:
         """Return the warps of roles besides the kernel's own."""
@@ -66,6 +67,9 @@ class LeafProducts:
     def edges(self, kernel: Any, roles: Roles) -> list[Edge]:
         """Return the edges besides the kernel's own."""
         return []
+
+    def main_loop(self, kernel: Any) -> "WholeLeaf":
+        return AccumulatedLeaves() if kernel.config.accumulated_levels else WholeLeaf()
 
     def attend(self, kernel: Any, fields: dict[str, Any], addresses, geometry) -> None:
         """Run the attend role; ``fields`` are fields of :class:`LeafAttend`."""
@@ -103,7 +107,25 @@ class SwapABTree:
     def staging_bytes(self) -> int:
         """A warp's share of the bytes for tree nodes, the results of fan-in counts, and one float32
         per row and warp."""
-        return (self.nodes_bytes + STATE_BYTES) // WARPS
+        return (self.nodes_bytes + self.state_bytes) // WARPS
+
+    @property
+    def state_bytes(self) -> int:
+        return RESULT_BYTES + max(ROW_STATE_BYTES, 4 * WARPS * self.product_rows)
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of a tile whose scores a warpgroup has."""
+        return self.tile.m if self.products.splits_keys else self.warpgroup_rows
+
+    @property
+    def scored_tiles(self) -> int:
+        """Tiles of a leaf whose scores a warpgroup has."""
+        return self.config.leaf_tiles // (self.config.consumer_warpgroups if self.products.splits_keys else 1)
+
+    def scored_tile(self, number):
+        """Return the number in the leaf of the ``number``-th tile whose scores this warpgroup has."""
+        return number * self.config.consumer_warpgroups + own_warpgroup() if self.products.splits_keys else number
 
     @property
     def step_tiles(self) -> int:
@@ -129,7 +151,7 @@ class SwapABTree:
         return self.schedule_type(geometry, addresses, mask, *sizes)
 
     def softmax(self, scale) -> ColumnSoftmax:
-        return self.products.softmax.create(scale, self.warpgroup_rows // QUAD)
+        return self.products.softmax.create(scale, self.product_rows // QUAD)
 
     def tree(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Tree:
         """Return the tree that combines this warpgroup's leaves."""
@@ -140,9 +162,13 @@ class SwapABTree:
         return Tree.create(addresses, geometry, nodes, nodes + self.nodes_bytes, part, *sizes)
 
     def row_part(self) -> RowPart:
-        """Return the rows of this consumer warpgroup."""
+        """Return the rows of which this consumer warpgroup has the nodes."""
         warpgroups = self.config.consumer_warpgroups
         return RowPart(own_warpgroup() if warpgroups > 1 else Int32(0), self.warpgroup_rows, warpgroups)
+
+    def product_part(self) -> RowPart:
+        """Return the rows of which this consumer warpgroup has scores."""
+        return RowPart(Int32(0), self.tile.m, 1) if self.products.splits_keys else self.row_part()
 
     def exchange(self, tiles) -> WarpgroupExchange:
         return WarpgroupExchange(self, shared_address(tiles.staging) + self.nodes_bytes + RESULT_BYTES)
@@ -199,8 +225,7 @@ class SwapABDecodeSm90(SwapABTree, DecodeKernel):
     def run_attend(self, parts: dict[str, Any], softmax_scale, output_scale, addresses, geometry) -> None:
         exchange, output = self.exchange(parts["tiles"]), self.products.output(self)
         leaves = LeafTree(self, exchange, self.tree(addresses, geometry, parts["tiles"]), output, output_scale)
-        main_loop = AccumulatedLeaves() if self.config.accumulated_levels else WholeLeaf()
-        self.run_leaves(parts, exchange, leaves, main_loop, addresses, geometry)
+        self.run_leaves(parts, exchange, leaves, self.products.main_loop(self), addresses, geometry)
 
 
 def transposed_values(kernel, pv_mma, kv_half, width: int, columns: int):
@@ -369,18 +394,19 @@ class LeafAttend:
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring, part = self.rings.q, self.kernel.row_part()
         operands = self.create_operands()
-        node = Node.of(operands.o, part.rows)
+        node = operands.node(part.rows) if self.kernel.products.splits_keys else Node.of(operands.o, part.rows)
         step, work = self.leaves.first_step(), Int32(0)
         tile = self.work_queue.read(work)
         while tile.exists:
             # This barrier, like the barrier in Attend.run, tells the compiler that the warps have converged.
             self.exchange.meet()
+            of_products = self.kernel.product_part().of(tile)
             tile = part.of(tile)
             q_ring.wait_full(work)
             self.begin_segment(operands, tile, work, step)
             if const_expr(self.kernel.config.k_head_scales):
                 operands.scale_scores(self.logits.head_scale(tile))
-            row = partial(self.logits.logit_row, tile, 0, operands.scores())
+            row = partial(self.logits.logit_row, of_products, 0, operands.scores())
             next_leaf = partial(self.main_loop.attend_leaf, self, operands, node, q_ring.stage(work), row)
             step, stored = self.leaves.combine_segment(next_leaf, node, tile, step)
             operands.end(q_ring, work)
@@ -410,9 +436,10 @@ class WholeLeaf:
         operands.multiply_keys(attend.rings.k, step, q_stage)
         if masked:
             rows = row()  # only here: few leaves need a mask, and rows would take registers in all others
-            for i in cutlass.range_constexpr(tiles):
+            for i in cutlass.range_constexpr(attend.kernel.scored_tiles):
                 # Tiles come from right to left.
-                first = ((n + 1) * tiles - 1 - i) * LEAF_TILE + warp_in_warpgroup() * ColumnFragment.warp_columns
+                first = ((n + 1) * tiles - 1 - attend.kernel.scored_tile(i)) * LEAF_TILE
+                first += warp_in_warpgroup() * ColumnFragment.warp_columns
                 attend.mask.apply(operands.tile_scores(i), first, rows)
         largest = attend.exchange.over_warps([attend.softmax.maximum(scores, r) for r in range(scores.rows)])
         return scores, largest
@@ -421,13 +448,14 @@ class WholeLeaf:
     def add_values(self, attend, operands, node: Node, step):
         """Compute O^T of a leaf, or add it to O^T, and set the statistics of the node. Return the next leaf's step."""
         v_ring, softmax = attend.rings.v, attend.softmax
-        for i in cutlass.range_constexpr(attend.kernel.config.leaf_tiles):
+        for i in cutlass.range_constexpr(attend.kernel.scored_tiles):
             operands.write_weights(attend.tiles.p, operands.tile_scores(i), i)
         operands.prepare_values(v_ring, step)
         attend.exchange.meet_for_products()
         operands.multiply_values(v_ring, step)
-        for r in cutlass.range_constexpr(node.rows):
-            node.reference[r], node.total[r] = softmax.partial(r, ColumnFragment.lanes_per_row)
+        if const_expr(not attend.kernel.products.splits_keys):
+            for r in cutlass.range_constexpr(node.rows):
+                node.reference[r], node.total[r] = softmax.partial(r, ColumnFragment.lanes_per_row)
         operands.finish_values(v_ring, step)
         return step + attend.kernel.step_tiles
 
@@ -437,8 +465,9 @@ class AccumulatedLeaves(WholeLeaf):
     """Main loop that adds up the leaves below the tree's first level in registers, from right to left."""
 
     @cute.jit
-    def attend_leaf(self, attend, operands, node: Node, q_stage, row: cutlass.Constexpr, n, masked, step, begins):
-        """Add leaf n to the node, which is empty if the leaf ``begins`` a node."""
+    def attend_leaf(self, attend, operands, node: Node, q_stage, row: cutlass.Constexpr, n, masked, step, begins, ends):
+        """Add leaf n to the node, which is empty if the leaf ``begins`` a node. ``ends``: whether it is the last one of
+        a node."""
         softmax = attend.softmax
         if begins:
             softmax.reset()
