@@ -273,7 +273,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
 
     @property
     def ctas_per_sm(self) -> int:
-        return ctas_per_sm(self.rows, self.splitting_bytes) if self.has_tree else 1
+        return ctas_per_sm(self.rows, self.head_dim_v, self.splitting_bytes) if self.has_tree else 1
 
     @property
     def leaf_tiles(self) -> int:
@@ -283,7 +283,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
     @property
     def tile(self) -> Tile:
         if self.has_tree:
-            tile = _TREE_TILE if self.kv_type is KvType.WIDE else _EIGHT_BIT_TREE_TILE
+            tile = _TREE_TILE if self.ctas_per_sm == 1 else _EIGHT_BIT_TREE_TILE
             row_bytes = HALFWORD_BYTES * self.layout.columns[0]
             stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < CACHE_LINE_BYTES else _STAGE_BYTES
             stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
@@ -316,7 +316,7 @@ class DecodeConfig(SplitKeys, KernelConfig):
     @property
     def consumer_warpgroups(self) -> int:
         if self.has_tree:
-            return 1 if self.tiled else tree_warpgroups(self.rows, self.splitting_bytes)
+            return 1 if self.tiled else tree_warpgroups(self.rows)
         return 2 if self.dequantizes_in_registers else super().consumer_warpgroups
 
     @property

@@ -64,7 +64,7 @@ STATISTICS = 4
 SWAP_AB_ROWS = (8, 16, 32)  # of a warpgroup's tile; a CTA with two warpgroups has twice the most
 MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: more would not fit into shared memory
 MOST_TILED_COLUMNS = 512  # of head dims, in kernels that cut any number of rows into tiles of few
-EIGHT_BIT_SWAP_AB_ROWS = (8, 32, 64)  # over 8-bit caches
+EIGHT_BIT_SWAP_AB_ROWS = (8, 16, 32, 64)  # over 8-bit caches
 LATENT_SWAP_AB_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
 # KV tiles of a leaf. More tiles pay off if tiles are small, or if combining leaves of many rows takes long. 32 x 8192
@@ -110,14 +110,18 @@ def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = HALFWO
     return max(power_of_two_in(CHUNK_ELEMENTS // columns), MIN_CHUNK_TOKENS) * HALFWORD_BYTES // element_bytes
 
 
-def tree_columns(tiled: bool) -> int:
+def tree_columns(tiled: bool, element_bytes: int = HALFWORD_BYTES) -> int:
     """Return the widest head dim of kernels with a tree; ``tiled`` as in :func:`scratch_bytes`."""
-    return MOST_TILED_COLUMNS if tiled else MOST_TREE_COLUMNS
+    return MOST_TILED_COLUMNS if tiled or element_bytes == 1 else MOST_TREE_COLUMNS
 
 
 def tree_rows(columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> tuple[int, ...]:
     """Return the rows of tiles for which there are kernels; ``tiled`` as in :func:`scratch_bytes`."""
-    rows = tuple(m for m in SWAP_AB_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= tree_columns(tiled) else ()
+    rows = (
+        tuple(m for m in SWAP_AB_ROWS if m * columns <= MOST_TREE_ELEMENTS)
+        if columns <= tree_columns(tiled, element_bytes)
+        else ()
+    )
     if not tiled and SWAP_AB_ROWS[-1] in rows:
         rows = (*rows, ROWS)
     if element_bytes == 1:
@@ -126,14 +130,16 @@ def tree_rows(columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = F
     return rows
 
 
-def tree_warpgroups(rows: int, element_bytes: int = HALFWORD_BYTES) -> int:
+def tree_warpgroups(rows: int) -> int:
     """Return the warpgroups that share the ``rows`` of a tile in kernels with a tree."""
-    return 2 if rows > SWAP_AB_ROWS[1 if element_bytes == HALFWORD_BYTES else 0] else 1
+    return 2 if rows > SWAP_AB_ROWS[1] else 1
 
 
-def ctas_per_sm(rows: int, element_bytes: int = HALFWORD_BYTES) -> int:
-    """Return the CTAs on a multiprocessor of kernels with a tree for tiles of ``rows`` rows."""
-    return CTAS_PER_SM[element_bytes] if tree_warpgroups(rows, element_bytes) == 1 else 1
+def ctas_per_sm(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
+    """Return the CTAs on a multiprocessor of kernels with a tree for tiles of ``rows`` rows and values of ``columns``
+    columns."""
+    shares = tree_warpgroups(rows) == 1 and columns <= MOST_TREE_COLUMNS
+    return CTAS_PER_SM[element_bytes] if shares else 1
 
 
 def leaf_tiles(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
@@ -159,7 +165,7 @@ def node_bytes(rows: int, columns: int) -> int:
 
 def shared_levels(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
     """Return the levels of the tree in shared memory."""
-    return MOST_NODES_BYTES // ctas_per_sm(rows, element_bytes) // node_bytes(rows, columns)
+    return MOST_NODES_BYTES // ctas_per_sm(rows, columns, element_bytes) // node_bytes(rows, columns)
 
 
 def fan_in_bits(columns: int) -> int:
@@ -177,7 +183,7 @@ def gmem_levels(leaf: int, capacity: int, in_smem: int) -> int:
 def share_subtrees(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
     """Count the subtrees in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
     most = MOST_SUBTREES if columns <= MOST_TREE_COLUMNS else MOST_LARGE_NODE_SUBTREES
-    subtrees = min(SUBTREES_BYTES // node_bytes(rows, columns), most) // ctas_per_sm(rows, element_bytes)
+    subtrees = min(SUBTREES_BYTES // node_bytes(rows, columns), most) // ctas_per_sm(rows, columns, element_bytes)
     return power_of_two_in(subtrees)
 
 
@@ -198,14 +204,14 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
         in_gmem, tiles = gmem_levels(leaf_tokens(SWAP_AB_ROWS[0], width, size, tiled), capacity, in_smem), 1
         if tiled or tile == ROWS:  # more rows take more tiles
             tiles = -(-rows // tile)
-        return _nodes_bytes(tile, kv_heads * tiles, width, sms * ctas_per_sm(tile, size), in_gmem, size)
+        return _nodes_bytes(tile, kv_heads * tiles, width, sms * ctas_per_sm(tile, width, size), in_gmem, size)
 
     def tiles(width: int, size: int) -> list[int]:
         all_rows = tree_rows(width, size, tiled)
         most = min((m for m in all_rows if m >= rows), default=max(all_rows, default=0))
         return [m for m in all_rows if m <= most]
 
-    widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled)) + 1, BLOCK_COLUMNS)
+    widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled, 1)) + 1, BLOCK_COLUMNS)
     return max(of(m, width, size) for width in widths for size in CTAS_PER_SM for m in tiles(width, size))
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Traits
 from hopwell.kernels.config.decode import DecodeConfig
-from hopwell.kernels.config.splitting import LEAF_TILE, ROWS
+from hopwell.kernels.config.splitting import LEAF_TILE, MOST_TREE_COLUMNS, ROWS
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS, Columns
 
@@ -32,6 +32,11 @@ class Sm100DecodeConfig(DecodeConfig):
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
         return min((m for m in cls.tiles_with_tree(head_dim, kv_type) if m >= rows), default=ROWS)
+
+    @classmethod
+    def tiles_with_tree(cls, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tuple[int, ...]:
+        """Return the rows of tiles. Beyond these head dims, tensor memory has no room for operand A of two CTAs."""
+        return super().tiles_with_tree(head_dim, kv_type, dtype) if head_dim <= MOST_TREE_COLUMNS else ()
 
     @property
     def matrix_instruction(self) -> str:
