@@ -21,7 +21,7 @@ from hopwell.kernels.config.base import Traits
 from hopwell.kernels.config.decode import DecodeConfig, resolve_decode, shipped_decode_configs
 from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipped_prefill_configs
-from hopwell.kernels.config.splitting import TICKETS, LaunchSizes
+from hopwell.kernels.config.splitting import ROWS, TICKETS, LaunchSizes
 from hopwell.kernels.launch.geometry import decode_geometry, host_value, prefill_geometry
 from hopwell.kernels.launch.operands import decode_operands, prefill_operands
 from hopwell.kernels.problem import AttentionProblem, Family
@@ -110,16 +110,18 @@ def _build_decode(config: DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
     ==================  ===========================  =======================================================
     bf16, fp16          up to 64 (16 beyond d128)    swap_ab: wgmma, stream-K
     bf16, fp16          more, or d512                kernel: wgmma, split-KV
-    e4m3, int8, NVFP4   up to 8                      dequant_swap_ab: mma.sync, stream-K
-    e4m3, int8          9 to 64, up to d128          dequant_wgmma: wgmma, stream-K
+    e4m3, int8, NVFP4   up to 8 (16 up to d128)      dequant_swap_ab: mma.sync, stream-K
+    e4m3, int8, NVFP4   17 to 32, up to d128         split_keys: wgmma, stream-K
+    e4m3, int8, NVFP4   33 to 64, up to d128         dequant_wgmma: wgmma, stream-K
     e4m3, int8          9 to 32, d144 to d256        kernel with dequant_warps: mma.sync, split-KV
-    NVFP4               more than 8                  kernel with dequant_warps: mma.sync, split-KV
-    e4m3, int8          more than 32, or d512        kernel: dequantized in shared memory, wgmma, split-KV
+    NVFP4               more                         kernel with dequant_warps: mma.sync, split-KV
+    e4m3, int8          more                         kernel: dequantized in shared memory, wgmma, split-KV
     ==================  ===========================  =======================================================
     """
     module = "kernel"
     if config.has_tree:
-        narrow = "dequant_wgmma" if config.accumulated_levels else "dequant_swap_ab"
+        wgmma = "dequant_wgmma" if config.rows == ROWS else "split_keys"
+        narrow = wgmma if config.accumulated_levels else "dequant_swap_ab"
         module = narrow if config.dequantizes_in_registers else "swap_ab"
     return _build_in(f"sm90.decode.{module}", config)
 

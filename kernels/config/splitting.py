@@ -64,7 +64,9 @@ STATISTICS = 4
 SWAP_AB_ROWS = (8, 16, 32)  # of a warpgroup's tile; a CTA with two warpgroups has twice the most
 MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: more would not fit into shared memory
 MOST_TILED_COLUMNS = 512  # of head dims, in kernels that cut any number of rows into tiles of few
-EIGHT_BIT_SWAP_AB_ROWS = (8, 16, 32, 64)  # over 8-bit caches
+# Rows over 8-bit and 4-bit caches, and the widest head dim with these rows. 16 rows of 256 columns spill 11 to 125
+# registers in a step.
+EIGHT_BIT_SWAP_AB_ROWS = {8: 512, 16: 128, 32: 128, ROWS: 128}
 LATENT_SWAP_AB_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
 # KV tiles of a leaf. More tiles pay off if tiles are small, or if combining leaves of many rows takes long. 32 x 8192
@@ -110,24 +112,20 @@ def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = HALFWO
     return max(power_of_two_in(CHUNK_ELEMENTS // columns), MIN_CHUNK_TOKENS) * HALFWORD_BYTES // element_bytes
 
 
-def tree_columns(tiled: bool, element_bytes: int = HALFWORD_BYTES) -> int:
+def tree_columns(tiled: bool) -> int:
     """Return the widest head dim of kernels with a tree; ``tiled`` as in :func:`scratch_bytes`."""
-    return MOST_TILED_COLUMNS if tiled or element_bytes == 1 else MOST_TREE_COLUMNS
+    return MOST_TILED_COLUMNS if tiled else MOST_TREE_COLUMNS
 
 
 def tree_rows(columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> tuple[int, ...]:
     """Return the rows of tiles for which there are kernels; ``tiled`` as in :func:`scratch_bytes`."""
-    rows = (
-        tuple(m for m in SWAP_AB_ROWS if m * columns <= MOST_TREE_ELEMENTS)
-        if columns <= tree_columns(tiled, element_bytes)
-        else ()
-    )
-    if not tiled and SWAP_AB_ROWS[-1] in rows:
-        rows = (*rows, ROWS)
     if element_bytes == 1:
-        # Only wgmma has kernels for more rows; its operand A comes from registers.
-        return rows[:1] if tiled else tuple(m for m in rows if m in EIGHT_BIT_SWAP_AB_ROWS)
-    return rows
+        rows = tuple(m for m, most in EIGHT_BIT_SWAP_AB_ROWS.items() if columns <= most)
+        return rows[:1] if tiled else rows
+    if columns > tree_columns(tiled):
+        return ()
+    rows = tuple(m for m in SWAP_AB_ROWS if m * columns <= MOST_TREE_ELEMENTS)
+    return (*rows, ROWS) if not tiled and SWAP_AB_ROWS[-1] in rows else rows
 
 
 def tree_warpgroups(rows: int) -> int:
@@ -211,7 +209,7 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
         most = min((m for m in all_rows if m >= rows), default=max(all_rows, default=0))
         return [m for m in all_rows if m <= most]
 
-    widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled, 1)) + 1, BLOCK_COLUMNS)
+    widths = range(BLOCK_COLUMNS, min(_padded(columns), MOST_TILED_COLUMNS) + 1, BLOCK_COLUMNS)
     return max(of(m, width, size) for width in widths for size in CTAS_PER_SM for m in tiles(width, size))
 
 

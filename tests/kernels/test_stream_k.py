@@ -133,14 +133,14 @@ def test_every_leaf_of_every_head_list_is_in_one_range(head_lists: int, leaves: 
     ("rows", "columns", "element_bytes"),
     [
         *itertools.product(SWAP_AB_ROWS, (64, 128, 256), (2,)),
-        *itertools.product(EIGHT_BIT_SWAP_AB_ROWS, (64, 128, 256), (1,)),
+        *((m, d, 1) for m, most in EIGHT_BIT_SWAP_AB_ROWS.items() for d in (64, 128, 256, 512) if d <= most),
         (LATENT_SWAP_AB_ROWS, 512, 2),
     ],
 )
 def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: int, kv_heads: int) -> None:
     bits = FAN_IN_BITS if columns < 512 else LARGE_NODE_FAN_IN_BITS
     for leaves, requests, sms in itertools.product((1, 999, 100_000), (1, 2), (4, 132)):
-        ctas = sms * ctas_per_sm(rows, element_bytes)
+        ctas = sms * ctas_per_sm(rows, columns, element_bytes)
         ranges = of(kv_heads, leaves, requests, ctas, share_subtrees(rows, columns, element_bytes))
         slots = node_slots(rows, kv_heads, columns, ctas, element_bytes)
         assert kv_heads * host(ranges.head_list_slots) <= slots
@@ -404,7 +404,7 @@ def attend(tree: HostTree, segment: StreamKTile) -> Any:
     node, state, leaves = HostNode(), tree.state, host(segment.leaves)
     state.lanes.own.lane = 0
 
-    def next_leaf(n: int, masked: Any, step: Any, begins: Any = True) -> Any:
+    def next_leaf(n: int, masked: Any, step: Any, begins: Any = True, ends: Any = True) -> Any:
         leaf = leaves - 1 - n
         node.value = leaf if host(begins) else (node.value, leaf)
         return step + 1

@@ -117,11 +117,11 @@ class DequantLeafOperands(DequantProducts):
 
     @property
     def own_tiles(self) -> int:
-        """Tiles of a leaf that this warpgroup dequantizes."""
+        """Tiles of a leaf whose block scales this warpgroup rearranges."""
         return self.leaf_tiles
 
     def own_tile(self, number):
-        """Return the number in the leaf of the ``number``-th tile that this warpgroup dequantizes."""
+        """Return the number in the leaf of the ``number``-th tile whose block scales this warpgroup rearranges."""
         return number
 
     @cute.jit

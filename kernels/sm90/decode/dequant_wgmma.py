@@ -1,8 +1,11 @@
-"""Hopper decode with drafts over 8-bit caches: K and V^T are dequantized in registers on their way to wgmma.
+"""Hopper decode of 33 to 64 rows over 8-bit and 4-bit caches: K and V^T are dequantized in registers for wgmma.
 
 wgmma takes operand A from registers. In S^T = K Q^T and O^T = V^T P^T these are K and V^T. Each key is dequantized by
 the warps that multiply it, once for all rows of a warpgroup, and never returns to shared memory. Two warpgroups have
-half of a tile's rows each. Both dequantize all keys.
+half of a tile's rows each. Both dequantize all keys. Tiles of 32 rows have their keys split instead, see
+``split_keys.py``.
+
+Each warpgroup rearranges the block scales of V of every second tile, for both.
 
 All operands are float16, as in ``dequant_products.py``. Lanes read 16 adjacent bytes of a key, whereas operand A has
 elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of sixteen. The order of columns in a product is free. So Q is rewritten in
@@ -19,34 +22,32 @@ Steady state: memory is the limit. A leaf is four tiles, A to D.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Uint32, const_expr
+from cutlass import Float16, Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
-from hopwell.kernels.parts.combine.tree import Node, joined
+from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.parts.core import copy
 from hopwell.kernels.parts.core.device import shared_address, shared_array, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
 from hopwell.kernels.parts.core.pipeline import Reader
-from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, MMA_DEPTH, QUAD, place_in_warp
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, MMA_DEPTH, place_in_warp
 from hopwell.kernels.parts.rows.softmax import HalfSoftmax
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.decode.base import argument_types
 from hopwell.kernels.sm90.decode.dequant_products import DequantProducts, padded
 from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantLeafOperands, VectorOutput, WarpColumns
 from hopwell.kernels.sm90.decode.leaves import WarpgroupExchange, write_weights
-from hopwell.kernels.sm90.decode.swap_ab import AccumulatedLeaves, LeafProducts, SwapABDecodeSm90, rows_of
+from hopwell.kernels.sm90.decode.swap_ab import LeafProducts, SwapABDecodeSm90, rows_of
 
-MOST_ROWS_BY_KEYS = 32  # of tiles whose keys the warpgroups split; more rows would take too many registers
 BUFFERS = 2  # tiles of operand A: one is multiplied while the next is dequantized
 TILE_CORE_MATRICES = LANES // copy.ATOM_ROWS  # of V, that one ldmatrix loads
 
@@ -79,28 +80,25 @@ class DequantOperandA:
         g, t = place_in_warp()
         m, stage = self.kernel.tile.m, q_ring.stage(work)
         words = self.read_q(stage, self.first_row)
-        self._meet_for_q()  # every warp has read all rows
+        self.meet_for_q()  # every warp has read all rows
         tile = self.q_tile + stage * (m * self.kernel.layout.q_columns * HALFWORD_BYTES)
         for product in range(self.products):
             self._write_q(tile, product, words[product], g, t)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self._meet_for_q()
+        self.meet_for_q()
 
-    def _meet_for_q(self) -> None:
+    def meet_for_q(self) -> None:
         """Wait for all warps that read or write the rows of Q that this warpgroup multiplies."""
-        if self.kernel.products.splits_keys:
-            self.exchange.meet_all()
-        else:
-            self.exchange.meet_for_products()
+        self.exchange.meet_for_products()
+
+    def writes_q(self, product: int):
+        """Whether this warp rewrites Q of a product of eight rows."""
+        return warp_in_warpgroup() == product % WARPS
 
     @cute.jit
     def _write_q(self, tile, product: cutlass.Constexpr[int], words: list, g, t) -> None:
         """Write eight rows, by one of the warps."""
-        warp, warps = warp_in_warpgroup(), WARPS
-        if const_expr(self.kernel.products.splits_keys):
-            warps = WARPS * self.kernel.config.consumer_warpgroups
-            warp += WARPS * self.exchange.warpgroup
-        if warp == product % warps:
+        if self.writes_q(product):
             row = self.first_row + product * MMA_COLUMNS + g
             for i in cutlass.range_constexpr(len(words)):
                 block, vector = divmod(i, copy.VECTORS_PER_ROW)
@@ -233,113 +231,16 @@ class WgmmaDequantOperands(DequantOperandA, DequantLeafOperands):
         warpgroup.wait_group(0)
 
 
-@dataclass
-class SplitKeyOperands(WgmmaDequantOperands):
-    """Operands of a warpgroup that multiplies all rows with its own tiles of a leaf. Each key is dequantized once in a
-    CTA."""
-
-    def write_weights(self, p, scores, tile: int) -> None:
-        """Write P of this warpgroup's tile number ``tile`` in float16."""
-        m, warpgroups = self.kernel.tile.m, self.kernel.config.consumer_warpgroups
-        write_weights(p, m, Float16, scores, tile * warpgroups, self.exchange.warpgroup * m)
-
-    def node(self, rows: int) -> Node:
-        """Return a node of ``rows`` rows, for :meth:`exchange_rows`."""
-        return Node.of(cute.make_rmem_tensor(rows * self.kernel.config.value_blocks // 2, Float32), rows)
-
-    @cute.jit
-    def exchange_rows(self, node: Node, softmax) -> None:
-        """Set ``node``, which has this warpgroup's rows, to the sum of both warpgroups' keys.
-
-        Each warpgroup gives the other one the rows that the other one keeps. The vectors pass through the places of
-        this warpgroup's P and of its float32 values of rows.
-        """
-        wg, (kept, given) = self.exchange.warpgroup, self._halves(softmax)
-        self._write_vectors(wg, given)
-        self.exchange.meet_all()
-        node.assign(joined(kept, self._read_vectors(1 - wg), node.rows // 2))
-        self.exchange.meet_all()
-
-    @cute.jit
-    def _halves(self, softmax):
-        """Return the vectors of the rows that this warpgroup keeps, and of the rows that it gives, see
-        :meth:`Node.vectors`."""
-        is_second, half = self.exchange.warpgroup == 1, self.products // 2
-        kept, given = [], []
-        for block in cutlass.range_constexpr(self.blocks):
-            for p in cutlass.range_constexpr(half):
-                first, second = (4 * (block * self.products + each) for each in (p, half + p))
-                kept.append([self.o[second + c] if is_second else self.o[first + c] for c in range(4)])
-                given.append([self.o[first + c] if is_second else self.o[second + c] for c in range(4)])
-        rows = [softmax.partial(r, ColumnFragment.lanes_per_row) for r in range(2 * self.products)]
-        for p in cutlass.range_constexpr(half):
-            lower, upper = ([rows[2 * each + c][part] for part in range(2) for c in range(2)] for each in (p, half + p))
-            kept.append([upper[c] if is_second else lower[c] for c in range(4)])
-            given.append([lower[c] if is_second else upper[c] for c in range(4)])
-        return kept, given
-
-    def _places(self, warpgroup) -> list:
-        """Return the shared addresses of the vectors that a warpgroup gives. Lanes with the same rows share the
-        statistics."""
-        tile_bytes = self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES
-        thread, half = cute.arch.thread_idx()[0] % WARPGROUP, self.products // 2
-        first = self.p_tile + warpgroup * tile_bytes + thread * copy.VECTOR_BYTES
-        each = WARPGROUP * copy.VECTOR_BYTES
-        tiles = self.kernel.config.consumer_warpgroups * tile_bytes
-        output = [first + block * tiles + p * each for block in range(self.blocks) for p in range(half)]
-        in_warps = thread // LANES * QUAD + thread % QUAD
-        state = self.exchange.of_warpgroup(warpgroup) + in_warps * copy.VECTOR_BYTES
-        return output + [state + p * (WARPS * QUAD * copy.VECTOR_BYTES) for p in range(half)]
-
-    @cute.jit
-    def _write_vectors(self, warpgroup, vectors: list) -> None:
-        places, outputs = self._places(warpgroup), self.blocks * self.products // 2
-        for i in cutlass.range_constexpr(outputs):
-            copy.store_shared(places[i], vectors[i])
-        if cute.arch.lane_idx() < QUAD:
-            for i in cutlass.range_constexpr(outputs, len(places)):
-                copy.store_shared(places[i], vectors[i])
-
-    def _read_vectors(self, warpgroup) -> list:
-        return [copy.load_shared(place, 4, Float32) for place in self._places(warpgroup)]
-
-
 def as_float16(tile):
     """Return a tile of 16-bit elements in shared memory, in rows of 128 bytes, as float16."""
     swizzle = copy.swizzled_layout(Float16, copy.ATOM_ROWS, BLOCK_COLUMNS).inner
     return cute.make_tensor(cute.recast_ptr(tile.iterator, swizzle, dtype=Float16), tile.layout)
 
 
-class SplitKeyLeaves(AccumulatedLeaves):
-    """Main loop of warpgroups that have different tiles of a leaf. At the end of a node they exchange rows."""
-
-    @cute.jit
-    def attend_leaf(self, attend, operands, node: Node, q_stage, row: cutlass.Constexpr, n, masked, step, begins, ends):
-        step = AccumulatedLeaves.attend_leaf(self, attend, operands, node, q_stage, row, n, masked, step, begins, ends)
-        if ends:
-            operands.exchange_rows(node, attend.softmax)
-        return step
-
-
-@dataclass(frozen=True)
-class SplitKeyProducts(LeafProducts):
-    """Products of warpgroups that have different tiles of a leaf."""
-
-    splits_keys: ClassVar[bool] = True
-
-    def roles(self, kernel: Any) -> dict[str, int]:
-        return {"attend of one": WARPS}
-
-    def main_loop(self, kernel: Any) -> SplitKeyLeaves:
-        return SplitKeyLeaves()
-
-
-COMMON = dict(reader=Reader.SYNCED_LANES, softmax=HalfSoftmax, output=VectorOutput, keeps_exponent=True)
-SPLIT_ROWS = LeafProducts(WgmmaDequantOperands, **COMMON)
-SPLIT_KEYS = SplitKeyProducts(SplitKeyOperands, **COMMON, kv_consumer="attend of one")
+COMMON: dict[str, Any] = dict(reader=Reader.SYNCED_LANES, softmax=HalfSoftmax, output=VectorOutput, keeps_exponent=True)
+DEQUANT_WGMMA = LeafProducts(WgmmaDequantOperands, **COMMON)
 
 
 def build(config: DecodeConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    products = SPLIT_KEYS if config.rows <= MOST_ROWS_BY_KEYS else SPLIT_ROWS
-    return SwapABDecodeSm90(config, products), example_arguments(argument_types(config), floats=3)
+    return SwapABDecodeSm90(config, DEQUANT_WGMMA), example_arguments(argument_types(config), floats=3)
