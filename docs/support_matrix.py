@@ -58,9 +58,8 @@ NOTES = {
     "block scales": "Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.",
     "decode rows": "Up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow caches. More rows, and head dim "
     "512, use `mma.sync`.",
-    "narrow decode": "Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 8 "
-    "rows, and `wgmma` for more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and head dim 512 uses `wgmma` "
-    "alone.",
+    "narrow decode": "Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 16 "
+    "rows, and `wgmma` for more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and larger ones up to 8.",
     "pairs of rows": "More than 16 rows have pairs of CTAs with 128 rows a tile. These kernels have run on the "
     "emulator only.",
     "rows of few heads": "Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an "

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -252,6 +252,7 @@ def prefill_type(arch: str, traits: Traits | None = None) -> type[PrefillConfig]
     return next(chosen, kinds[-1])
 
 
+@cache
 def query_dtype(family: Family, arch: str, query: torch.dtype, kv: torch.dtype) -> torch.dtype:
     """Return the dtype in which kernels of ``family`` on ``arch`` take queries of dtype ``query`` over K and V of dtype
     ``kv``. An entry casts queries that no kernel takes as they are."""

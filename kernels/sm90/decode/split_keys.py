@@ -1,6 +1,6 @@
 """Hopper decode of 17 to 32 rows over 8-bit and 4-bit caches: two warpgroups split the keys, not the rows.
 
-The products are those of ``dequant_wgmma.py``. Each warpgroup multiplies every second tile of a leaf with all rows, so
+K and V^T are dequantized in registers, as in ``dequant_wgmma.py``. Each warpgroup multiplies every second tile of a leaf with all rows, so
 each key is dequantized once in a CTA. A warpgroup adds the leaves of a node of the tree in its registers. At the end of
 a node each warpgroup hands half of the rows to the other one, through shared memory, and combines the other half. From
 there on it has the nodes of its rows, as if the rows had been split.
