@@ -89,11 +89,17 @@ class DequantOperandA:
 
     def meet_for_q(self) -> None:
         """Wait for all warps that read or write the rows of Q that this warpgroup multiplies."""
-        self.exchange.meet_for_products()
+        if self.kernel.products.splits_keys:
+            self.exchange.meet_all()
+        else:
+            self.exchange.meet_for_products()
 
     def writes_q(self, product: int):
         """Whether this warp rewrites Q of a product of eight rows."""
-        return warp_in_warpgroup() == product % WARPS
+        warp, warps = warp_in_warpgroup(), WARPS
+        if self.kernel.products.splits_keys:
+            warp, warps = warp + WARPS * self.exchange.warpgroup, WARPS * self.kernel.config.consumer_warpgroups
+        return warp == product % warps
 
     @cute.jit
     def _write_q(self, tile, product: cutlass.Constexpr[int], words: list, g, t) -> None:
@@ -151,8 +157,8 @@ class DequantOperandA:
                         words[4 * depth + 2 * half + row] = columns[k + half][2 * pair + row]
 
     def write_weights(self, p, scores, tile: int) -> None:
-        """Write P of a tile of keys in float16."""
-        write_weights(p, self.kernel.tile.m, Float16, scores, tile, self.first_row)
+        """Write P of the ``tile``-th tile whose scores this warpgroup has, in float16."""
+        write_weights(p, self.kernel.tile.m, Float16, scores, self.kernel.scored_tile(tile), self.first_row)
 
 
 @dataclass
@@ -167,8 +173,8 @@ class WgmmaDequantOperands(DequantOperandA, DequantLeafOperands):
     exchange: WarpgroupExchange
     first_row: Any  # of this warpgroup in the tile
 
-    @classmethod
-    def create(cls, kernel, tiles: SharedTiles) -> "WgmmaDequantOperands":
+    @staticmethod
+    def create(kernel, tiles: SharedTiles) -> "WgmmaDequantOperands":
         part, n = kernel.product_part(), kernel.tile.n
         mma = make_mma(
             Float16, (WARPGROUP_ROWS, part.rows), warpgroup.OperandSource.RMEM, OperandMajorMode.K, warpgroups=1
@@ -179,7 +185,7 @@ class WgmmaDequantOperands(DequantOperandA, DequantLeafOperands):
         def operand(depth: int):
             return thread.make_fragment_A(thread.partition_shape_A((WARPGROUP_ROWS, depth)))
 
-        return cls(
+        return WgmmaDequantOperands(
             **DequantOperandA.common_fields(kernel, tiles, part, thread.make_fragment_B(thread.partition_B(q))),
             qk_mma=mma,
             pv_mma=mma,

@@ -91,9 +91,7 @@ class WarpgroupExchange:
 
 
 @cute.jit
-def write_weights(
-    p, tile_rows: cutlass.Constexpr[int], dtype: cutlass.Constexpr, scores, tile: cutlass.Constexpr[int], first_row=0
-) -> None:
+def write_weights(p, tile_rows: cutlass.Constexpr[int], dtype: cutlass.Constexpr, scores, tile, first_row=0) -> None:
     """Write P of a tile of keys to shared memory ``p`` as tile number ``tile``, in the layout of the tensor cores. The
     rows of ``scores`` are rows of P from ``first_row`` on."""
     g, t = place_in_warp()

@@ -68,6 +68,10 @@ class LeafProducts:
         """Return the edges besides the kernel's own."""
         return []
 
+    def node(self, operands: Any, rows: int) -> Node:
+        """Return the node of a warpgroup's ``rows`` rows."""
+        return Node.of(operands.o, rows)
+
     def main_loop(self, kernel: Any) -> "WholeLeaf":
         return AccumulatedLeaves() if kernel.config.accumulated_levels else WholeLeaf()
 
@@ -394,7 +398,7 @@ class LeafAttend:
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring, part = self.rings.q, self.kernel.row_part()
         operands = self.create_operands()
-        node = operands.node(part.rows) if self.kernel.products.splits_keys else Node.of(operands.o, part.rows)
+        node = self.kernel.products.node(operands, part.rows)
         step, work = self.leaves.first_step(), Int32(0)
         tile = self.work_queue.read(work)
         while tile.exists:
