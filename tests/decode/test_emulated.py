@@ -36,6 +36,9 @@ from hopwell.kernels.problem import MaskKind
 
 pytestmark = pytest.mark.emulator
 
+# Head dims and caches whose kernels run with other dtypes of query and output than bf16.
+OTHER_DTYPES = ((128, KvType.WIDE), (64, KvType.E4M3), (64, KvType.NVFP4), (128, KvType.NVFP4))
+
 
 def is_emulated(config: DecodeConfig) -> bool:
     """Whether a config is emulated: all except configs that would only take longer.
@@ -44,11 +47,11 @@ def is_emulated(config: DecodeConfig) -> bool:
     effect.
     """
     if config.dtype != "bf16" or config.out_dtype != "bf16":
-        return (config.head_dim_qk, config.kv_type) in ((128, KvType.WIDE), (64, KvType.E4M3))
+        return (config.head_dim_qk, config.kv_type) in OTHER_DTYPES
     if config.kv_type is KvType.WIDE:
         return config.box_rows in (0, 16, tallest(config)) or (config.head_dim_qk, config.box_rows) == (128, 8)
     if config.kv_type is KvType.INT8:
-        return config.head_dim_qk == 128
+        return config.head_dim_qk in (128, 512)
     decides = config.mask is MaskKind.DRAFT or config.head_dim_qk in (80, 128) or config.has_tree
     # Rows of the widest heads take half a minute; the tests of entries have them.
     return decides and config.box_rows in ((16,) if config.dequantizes_in_place else (0, 16))
@@ -217,7 +220,12 @@ def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
         *((128, *sizes, KvType.WIDE) for sizes in ((8, 1), (8, 3), (32, 5), (16, 2))),
         *((256, 8, kv_heads, KvType.E4M3) for kv_heads in (1, 3, 9)),
         (64, 64, 3, KvType.WIDE),
+        *((128, 16, kv_heads, KvType.E4M3) for kv_heads in (1, 9)),
         (64, 32, 3, KvType.E4M3),
+        *((128, 32, kv_heads, KvType.NVFP4) for kv_heads in (1, 5)),
+        (96, 32, 2, KvType.INT8),
+        (128, 64, 2, KvType.NVFP4),
+        (512, 8, 1, KvType.INT8),
     ],
 )
 def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_type: KvType) -> None:

@@ -58,6 +58,11 @@ def run(data: DecodeBatch, sinks: torch.Tensor, **scales: Any) -> torch.Tensor:
         (torch.int8, torch.float16, 20, 80),
         (NVFP4, torch.bfloat16, 4, 128),
         (NVFP4, torch.float16, 12, 64),
+        (FP8, torch.bfloat16, 16, 128),
+        (FP8, torch.bfloat16, 4, 512),
+        (NVFP4, torch.bfloat16, 32, 128),
+        (NVFP4, torch.bfloat16, 64, 128),
+        (NVFP4, torch.float16, 40, 64),
     ],
     ids=str,
 )

@@ -23,7 +23,8 @@ def batch(device: str, q_len: int = 1, **options: Any) -> DecodeBatch:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "page_size", "dtype"), [(128, 8, 16, BF16), (64, 1, 64, FP16), (64, 33, 7, FP16)]
+    ("head_dim", "group", "page_size", "dtype"),
+    [(128, 8, 16, BF16), (64, 1, 64, FP16), (64, 12, 16, BF16), (128, 24, 16, BF16), (64, 33, 7, FP16)],
 )
 def test_forms_of_the_cache(head_dim: int, group: int, page_size: int, dtype: torch.dtype, device: str) -> None:
     """Every layout of codes and scales, and every place of pages, gives the same bits."""
@@ -63,7 +64,7 @@ def test_rows_of_other_sizes(dims: tuple[int, int], group: int, page_size: int, 
     data.expected_decode(mask, sinks=sinks).check(out.flatten(0, 1))
 
 
-@pytest.mark.parametrize("group", [2, 20])
+@pytest.mark.parametrize("group", [2, 3, 7, 12, 20])
 def test_drafts_with_a_window_and_sinks(group: int, device: str) -> None:
     """The output is e4m3; a request gives the same bits alone and in the batch."""
     q_len, mask = 4, Mask(MaskKind.DRAFT, 30)
@@ -78,7 +79,7 @@ def test_drafts_with_a_window_and_sinks(group: int, device: str) -> None:
     assert torch.equal(alone.view(U8), out[3:4].view(U8))
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (192, 20)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 3), (128, 12), (64, 32), (96, 40), (192, 20)])
 def test_bits_are_those_of_e4m3(head_dim: int, group: int, device: str) -> None:
     """The caches hold the same numbers. Scores are exact in any order of their sums; values are added in the same
     order.

@@ -44,7 +44,7 @@ def narrow_decode(draw: Draw) -> None:
     """Draw decode of 9 to 64 packed rows over e4m3, int8 and NVFP4 caches, with ragged drafts and e4m3 queries."""
     tokens, kv_lens = draw.for_kernel("tokens", (1, 1, 2, 3, 4, 7)), draw.lengths("kv_lens", DECODE_KEYS)
     cache, dim = draw.for_kernel("cache", (E4M3, torch.int8, NVFP4)), draw.for_kernel("dim", (64, 96, 128, 128))
-    least, most = draw.for_kernel("rows", ((9, 32), (33, 64)))
+    least, most = draw.for_kernel("rows", ((9, 16), (17, 32), (33, 64)))
     group = draw.one("group", [n for n in range(1, most + 1) if least <= n * tokens <= most])
     kv_heads, q_lens = draw.one("kv_heads", (1, 2, 3)), [tokens] * len(kv_lens)
     is_ragged = tokens > 1 and draw.for_kernel("ragged", (False, True))

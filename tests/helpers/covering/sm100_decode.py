@@ -100,6 +100,14 @@ def _narrow() -> list[Row]:
         (FP16, 64, 32, WINDOW, ROWS, nvfp4, {}),
         (USUAL, 128, 64, DRAFT, PAGES16, nvfp4, {}),
         (ULTRA, 80, 64, FULL, PAGES8, nvfp4, {}),
+        # A warpgroup with 16 rows.
+        (USUAL, 128, 16, DRAFT, PAGES16, e4m3, {}),
+        (FP16, 64, 16, WINDOW, ROWS, e4m3, {}),
+        (ULTRA, 128, 16, FULL, PAGES64, int8, {}),
+        (USUAL, 80, 16, DRAFT, ROWS, int8, {}),
+        (USUAL, 128, 16, FULL, PAGES8, nvfp4, {}),
+        (TO_E4M3, 64, 16, DRAFT, ROWS, nvfp4, {}),
+        (USUAL, 96, 16, WINDOW, PAGES16, nvfp4, {}),
     ]
 
 
