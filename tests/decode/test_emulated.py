@@ -27,11 +27,12 @@ from helpers.covering.configs import COVERING_DECODE
 from helpers.device.schedules import schedules, setting
 
 from hopwell import emulator
-from hopwell.kernels import execute
+from hopwell.kernels import execute, registry
 from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import KvFetch, KvType
 from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.config.splitting import FAN_IN, ROWS
+from hopwell.kernels.launch import geometry
 from hopwell.kernels.problem import MaskKind
 
 pytestmark = pytest.mark.emulator
@@ -148,13 +149,23 @@ def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:
 
 @pytest.mark.parametrize("leaves", [4, 8, 15, 33])
 @pytest.mark.parametrize(
-    ("head_dim", "kv_type", "window"), [(128, KvType.WIDE, -1), (64, KvType.WIDE, 3000), (208, KvType.E4M3, -1)]
+    ("head_dim", "rows", "kv_type", "window"),
+    [
+        (128, 4, KvType.WIDE, -1),
+        (64, 4, KvType.WIDE, 3000),
+        (208, 4, KvType.E4M3, -1),
+        (128, 12, KvType.INT8, -1),
+        (128, 32, KvType.E4M3, -1),
+        (64, 28, KvType.NVFP4, 3000),
+    ],
 )
-def test_a_single_request_is_as_one_of_several(head_dim: int, kv_type: KvType, window: int, leaves: int) -> None:
+def test_a_single_request_is_as_one_of_several(
+    head_dim: int, rows: int, kv_type: KvType, window: int, leaves: int
+) -> None:
     """Its blocks of leaves are longer."""
     kind = MaskKind.FULL if window < 0 else MaskKind.SLIDING_WINDOW
-    config = config_for(head_dim, kind, 16, kv_type=kv_type, rows=4)
-    case = Case([1], [leaves * cut_tokens(config) - leaves % 2], 4, kv_heads=1, window=window)
+    config = config_for(head_dim, kind, 16, kv_type=kv_type, rows=rows)
+    case = Case([1], [leaves * cut_tokens(config) - leaves % 2], rows, kv_heads=1, window=window)
     check_config(config, case, 16, "cpu", schedules(leaves, adverse=1))
     alone, mask = batch_of(config, case, "cpu"), mask_of(config, case)
     want = execute(alone.decode(16, mask))
@@ -243,3 +254,42 @@ def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_ty
     data = batch_of(config, case, "cpu")
     out = execute(data.decode(64))
     check_requests_alone(data, out, 64)
+
+
+# Rows of one warpgroup, of two that split the keys, of two that split the rows, and of the widest heads.
+NARROW_KERNELS = [
+    (KvType.E4M3, 128, 12),
+    (KvType.NVFP4, 96, 16),
+    (KvType.INT8, 64, 20),
+    (KvType.E4M3, 128, 32),
+    (KvType.NVFP4, 128, 24),
+    (KvType.NVFP4, 128, 64),
+    (KvType.E4M3, 512, 8),
+]
+
+
+@pytest.mark.parametrize(("kv_type", "head_dim", "rows"), NARROW_KERNELS)
+def test_bits_depend_on_neither_ctas_nor_pages(
+    kv_type: KvType, head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One CTA takes all leaves of two new tokens, or several CTAs share a request. Pages that no request has are NaN,
+    and so are their scales."""
+    config = config_for(head_dim, MaskKind.DRAFT, 16, kv_type=kv_type, rows=rows)
+    leaf = config.leaf_tokens
+    case = Case([2, 2, 2], [12 * leaf + 9, 5, 3 * leaf], rows // 2, window=9 * leaf)
+    data, mask = batch_of(config, case, "cpu"), mask_of(config, case)
+    sinks = torch.linspace(-1.0, 2.0, data.heads)
+    problem, other = data.decode(16, mask, sinks=sinks), data.decode(16, mask, sinks=sinks, order=7)
+    assert registry.resolve(problem, config.arch) == config
+    cache = problem.key if problem.kv_scales is None else problem.kv_scales.key
+    assert cache.dtype is torch.int8 or cache.float().isnan().any()
+    out = execute(problem).clone()
+    data.expected_decode(mask, sinks=sinks).check(out)
+    assert torch.equal(execute(other), out)
+    check_requests_alone(data, out, 16, mask, sinks=sinks)
+    for sms in (1, 3):
+        monkeypatch.setattr(geometry, "EMULATED_SMS", sms)
+        for way in schedules(sms, adverse=1):
+            with way():
+                assert torch.equal(execute(data.decode(16, mask, sinks=sinks)), out)
+    assert not emulator.report().warnings

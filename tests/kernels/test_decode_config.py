@@ -243,9 +243,10 @@ class TestResolve:
         for group, q_len in {(rows, 1), (1, rows)}:
             shape = dict(page_size=16, dim=dim, query=empty(60, 2 * group, dim), max_q_len=q_len)
             assert resolve_decode(problem(**shape), ARCH).rows == want
-            found = resolve_decode(problem(**shape, dtype=torch.int8), ARCH).rows
-            in_registers = rows <= MOST_ROWS_IN_REGISTERS and dim <= MOST_COLUMNS_IN_REGISTERS
-            assert found == (want if want == SWAP_AB_ROWS[0] else MOST_ROWS_IN_REGISTERS if in_registers else ROWS)
+            # Over 8-bit caches, tiles of few rows have other head dims.
+            narrow = ((8, 512), (16, 128), (MOST_ROWS_IN_REGISTERS, MOST_COLUMNS_IN_REGISTERS))
+            few = [m for m, most in narrow if rows <= m and dim <= most]
+            assert resolve_decode(problem(**shape, dtype=torch.int8), ARCH).rows == min(few, default=ROWS)
 
     @pytest.mark.parametrize("q_lens", [(3, 1), (20, 17)], ids=["few-rows", "many-rows"])
     def test_run_time_facts_do_not_make_other_kernels(self, q_lens: tuple[int, int]) -> None:

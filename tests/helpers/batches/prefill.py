@@ -277,11 +277,11 @@ def same(problem: AttentionProblem, **changes: object) -> None:
     assert torch.equal(before, after)
 
 
-def check_requests_alone(data: Any, out: torch.Tensor, *ways: object) -> None:
+def check_requests_alone(data: Any, out: torch.Tensor, *ways: object, **options: Any) -> None:
     """Check that each request, decoded alone in these ways, has bitwise the output that it has in the batch."""
     begins = starts(data.q_lens)
     for index in range(data.size):
-        alone = execute(data.request(index).decode(*ways))
+        alone = execute(data.request(index).decode(*ways, **options))
         assert torch.equal(out[begins[index] : begins[index + 1]], alone), index
 
 
