@@ -25,6 +25,7 @@ KERNELS = {
     "decode_sm_90a_fp16_d128_draft_rows8_pages16": "fp16, and several tokens for each request under a mask",
     "decode_sm_90a_fp16_d64_draft_kv_e4m3_pages16": "an e4m3 cache under 64 rows of fp16, in two warpgroups",
     "decode_sm_90a_fp16_d128_draft_kv_int8_rows32_pages16": "an int8 cache under 32 rows; compiled only",
+    "decode_sm_90a_fp16_d64_draft_kv_nvfp4_rows32_pages64": "an NVFP4 cache whose keys two warpgroups split",
     "decode_sm_90a_fp16_to_e4m3_d256_full_kv_nvfp4_pages8": "more than 32 rows over NVFP4, split-KV; compiled only",
     # sm_90a, MLA decode
     "mla_sm_90a_bf16_d576_512_causal_pages64": "MLA of DeepSeek with all its heads",

@@ -52,7 +52,7 @@ def is_emulated(config: DecodeConfig) -> bool:
     if config.kv_type is KvType.WIDE:
         return config.box_rows in (0, 16, tallest(config)) or (config.head_dim_qk, config.box_rows) == (128, 8)
     if config.kv_type is KvType.INT8:
-        return config.head_dim_qk in (128, 512)
+        return config.head_dim_qk == 128 or (config.head_dim_qk == 512 and config.has_tree)
     decides = config.mask is MaskKind.DRAFT or config.head_dim_qk in (80, 128) or config.has_tree
     # Rows of the widest heads take half a minute; the tests of entries have them.
     return decides and config.box_rows in ((16,) if config.dequantizes_in_place else (0, 16))

@@ -73,11 +73,11 @@ class TestResolve:
     def test_8_bit_caches(self, dims: tuple[int, int], dtype: torch.dtype, arch: str) -> None:
         """Up to 64 packed rows to head dim 128, and 8 beyond."""
         most = 64 if dims[0] <= 128 else 8 if dims[0] <= 256 else 0
-        for rows in (1, 8, 9, 32, 33, 64, 65):
+        for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65):
             found = resolve(problem(dims, rows, dtype=dtype), arch)
             assert type(found) is (Sm100DecodeConfig if rows <= most else Sm120DecodeConfig), rows
             if rows <= most:
-                assert found.rows == min(m for m in (8, 32, 64) if m >= rows)
+                assert found.rows == min(m for m in (8, 16, 32, 64) if m >= rows)
                 assert (found.matrix_instruction, found.dtype) == ("tcgen05", "bf16")
 
     @pytest.mark.parametrize("dims", DECODE_NVFP4_HEAD_DIMS, ids=str)
@@ -86,7 +86,7 @@ class TestResolve:
         most = max(Sm100DecodeConfig.tiles_with_tree(dims[0], KvType.NVFP4))
         assert most == (64 if dims[0] <= 128 else 8)
         key, value = cache("tuple-HND", 16, (dims[0] // 2, dims[1] // 2), dtype=torch.uint8)
-        for rows in (1, 8, 9, 33, 64, 65):
+        for rows in (1, 8, 9, 16, 17, 33, 64, 65):
             of = replace(problem(dims, rows), key=key, value=value, kv_scales=(key, value))
             found = resolve(of, arch)
             assert type(found) is (Sm100DecodeConfig if rows <= most else Sm120DecodeConfig), rows
@@ -207,7 +207,7 @@ def test_what_is_shipped(arch: str) -> None:
     assert all("_tcgen05_" in c.name and c.out_dtype == c.dtype for c in SHIPPED[arch])
     narrow = [c for c in SHIPPED[arch] if c.kv_type is not KvType.WIDE]
     kinds = itertools.product(DTYPES.values(), MASKS, (KvType.E4M3, KvType.INT8), paged_fetches(LEAF_TILE))
-    rows = {64: (8, 32, 64), 128: (8, 32, 64), 256: (8,)}
+    rows = {64: (8, 16, 32, 64), 128: (8, 16, 32, 64), 256: (8,)}
     assert {(c.dtype, c.mask, c.kv_type, (c.kv_fetch, c.box_rows), c.head_dim_qk, c.rows) for c in narrow} == {
         (*kind, dim, count) for kind in kinds for dim, counts in rows.items() for count in counts
     }
