@@ -123,6 +123,23 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
         assert found >= (slots + levels) * node_bytes(config.rows, columns) + ALIGNMENT
 
 
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_scratch_holds_the_trees_of_hopper(capacity: int) -> None:
+    """Scratch does not know the type of a cache. It suffices for each type, and for problems of more rows."""
+    trees = [c for c in shipped("sm_90a", Family.DECODE) if c.has_tree]
+    kinds = {(c.rows, c.head_dim_v, c.kv_bytes, c.ctas_per_sm, c.leaf_tokens, c.smem_levels) for c in trees}
+    assert {(16, 128, 1, 2), (32, 128, 1, 1), (8, 512, 1, 1)} <= {kind[:4] for kind in kinds}
+    for kind, kv_heads, tiles, sms in itertools.product(kinds, (1, 8), (1, 2, 17), (4, 132)):
+        rows, columns, size, ctas, leaf, in_smem = kind
+        if tiles > 1 and rows < ROWS:
+            continue
+        slots = node_slots(rows, kv_heads * tiles, columns, sms * ctas, size)
+        nodes = slots + gmem_levels(leaf, capacity, in_smem) * sms * ctas
+        for bound in (rows * tiles, 2 * ROWS * tiles):
+            found = scratch_bytes(LaunchSizes(bound, kv_heads, columns, capacity, sms))
+            assert found >= nodes * node_bytes(rows, columns) + ALIGNMENT, kind
+
+
 def test_counters() -> None:
     """Each slot has an epoch, and counters of the present partials of a fan-in group and of a request."""
     assert counter_ints(0) == TICKETS
