@@ -295,8 +295,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
     # Padded columns occur in both fetches: boxes, and rows that are padded. One output has 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
     rows = {KvType.WIDE: splitting.ROWS, KvType.E4M3: MOST_ROWS_IN_REGISTERS}
-    kinds = [(kind, count) for kind, most in rows.items() for count in (most, SWAP_AB_ROWS[0])]
-    kinds.append((KvType.E4M3, SWAP_AB_ROWS[1]))
+    kinds = [(KvType.E4M3, 16), *((kind, m) for kind, most in rows.items() for m in (most, SWAP_AB_ROWS[0]))]
     narrow = ("sm_90a", "bf16", "e4m3")
     # These kernels are compiled only on demand: every head dim with swap-AB and without, boxes and rows, and each
     # mask.
@@ -347,7 +346,6 @@ def covering_decode_configs() -> list[DecodeConfig]:
             DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3, rows)
             for dim, rows in itertools.product((64, 128, 256), (MOST_ROWS_IN_REGISTERS, SWAP_AB_ROWS[0]))
         ),
-        # The widest heads, whose CTAs have an SM alone.
         *(
             DecodeConfig("sm_90a", "bf16", "bf16", 512, 512, MaskKind.DRAFT, *fetch, kv_type, SWAP_AB_ROWS[0])
             for fetch, kv_type in ((ROWS, KvType.E4M3), (PAGES16, KvType.INT8))
