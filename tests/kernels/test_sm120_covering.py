@@ -231,9 +231,9 @@ def test_the_document_counts_them() -> None:
     left = missing(covered_elsewhere())
     text = (Path(__file__).parents[2] / "docs" / "kernels" / "sm120.md").read_text()
     for said in (
-        f"{len(pairs)} pairs of",
-        f"run {len(pairs) - len(left)} of them",
-        f"other {len(left)} in {len(FILLING)} cases",
+        f"has {len(pairs)} pairs",
+        f"| {len(pairs) - len(left)} | other tests |",
+        f"| {len(left)} | `tests/kernels/test_sm120_covering.py`, in {len(FILLING)} cases",
         f"all {len(every_cell())} combinations",
     ):
         assert said in text
