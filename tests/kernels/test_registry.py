@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,6 +32,14 @@ from hopwell.kernels.registry import (
     shipped_configs,
 )
 from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
+
+
+@pytest.fixture(autouse=True)
+def fresh_dtypes() -> Iterator[None]:
+    """Forget the dtypes of queries before and after tests, which change the list of implementations."""
+    registry.query_dtype.cache_clear()
+    yield
+    registry.query_dtype.cache_clear()
 
 
 def problem(**changes: object) -> AttentionProblem:
