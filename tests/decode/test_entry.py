@@ -143,8 +143,8 @@ def test_caches_of_8_bits_agree(dtype: torch.dtype, heads: int, device: str) -> 
 @pytest.mark.parametrize(
     ("kv_dtype", "dtype", "page_size", "head_dim", "heads"),
     [
-        (torch.float8_e4m3fn, torch.bfloat16, 16, 512, 6),
-        (torch.int8, torch.float16, 3, 512, 6),
+        (torch.float8_e4m3fn, torch.bfloat16, 16, 512, 24),
+        (torch.int8, torch.float16, 3, 512, 24),
         (torch.float8_e4m3fn, torch.bfloat16, 4, 160, 80),
     ],
     ids=["e4m3", "int8", "many-rows"],
@@ -152,8 +152,9 @@ def test_caches_of_8_bits_agree(dtype: torch.dtype, heads: int, device: str) -> 
 def test_wide_heads_and_many_rows_over_8_bits(
     kv_dtype: torch.dtype, dtype: torch.dtype, page_size: int, head_dim: int, heads: int, device: str
 ) -> None:
-    """Hopper's kernels of these shapes have no leaves. They dequantize the cache in shared memory, so bits equal a
-    16-bit cache with the same values.
+    """Hopper's kernels of these shapes and rows have no leaves.
+
+    They dequantize the cache in shared memory, so bits equal a 16-bit cache with the same values.
 
     Kernels of sm_120 dequantize in registers, and sum in another order.
     """
