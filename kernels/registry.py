@@ -148,7 +148,7 @@ def _prefill(kind: type[PrefillConfig], build: Build) -> Implementation:
     )
 
 
-def _split_keys(
+def _splitting(
     kind: type[DecodeConfig] | type[MlaConfig], resolve: Callable[..., Any], shipped: Callable[..., Any], build: Build
 ) -> Implementation:
     """Return the implementation of decode, or of MLA decode, whose configs are of ``kind``."""
@@ -168,12 +168,12 @@ def _split_keys(
 
 def _decode(kind: type[DecodeConfig], build: Build) -> Implementation:
     """Return the decode implementation whose configs are of ``kind``."""
-    return _split_keys(kind, resolve_decode, shipped_decode_configs, build)
+    return _splitting(kind, resolve_decode, shipped_decode_configs, build)
 
 
 def _mla(kind: type[MlaConfig], build: Build) -> Implementation:
     """Return the MLA implementation whose configs are of ``kind``."""
-    return _split_keys(kind, resolve_mla, shipped_mla_configs, build)
+    return _splitting(kind, resolve_mla, shipped_mla_configs, build)
 
 
 _HOPPER_PREFILL = _prefill(PrefillConfig, partial(_build_in, "sm90.prefill.kernel"))

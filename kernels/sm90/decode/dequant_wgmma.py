@@ -120,8 +120,7 @@ class DequantOperandA:
         return self.leaf_tiles // self.kernel.config.consumer_warpgroups
 
     def own_tile(self, number):
-        warpgroups = self.kernel.config.consumer_warpgroups
-        return number * warpgroups + self.exchange.warpgroup if warpgroups > 1 else number
+        return self.kernel.tile_in_turn(number)
 
     def output(self) -> ColumnFragment:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)

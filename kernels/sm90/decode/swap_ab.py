@@ -129,7 +129,12 @@ class SwapABTree:
 
     def scored_tile(self, number):
         """Return the number in the leaf of the ``number``-th tile whose scores this warpgroup has."""
-        return number * self.config.consumer_warpgroups + own_warpgroup() if self.products.splits_keys else number
+        return self.tile_in_turn(number) if self.products.splits_keys else number
+
+    def tile_in_turn(self, number):
+        """Return the number in the leaf of this warpgroup's ``number``-th tile, if warpgroups take tiles in turn."""
+        warpgroups = self.config.consumer_warpgroups
+        return number * warpgroups + own_warpgroup() if warpgroups > 1 else number
 
     @property
     def step_tiles(self) -> int:

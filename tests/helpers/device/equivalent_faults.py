@@ -105,7 +105,8 @@ def reason_of_tensor_fence(fault: Fault, kernel: Kernel) -> str:
     return ""
 
 
-# Instructions that may tell other threads of completed loads, and those that may leave the way to the next wait.
+# TELLING: instructions that may tell other threads of completed loads.
+# LEAVING: instructions after which the next wait may not run.
 TELLING = ("bar", "barrier", "mbarrier", "fence", "membar", "st", "stmatrix", "atom", "red", "cp", "tcgen05")
 LEAVING = ("bra", "brx", "call", "ret", "exit", "trap")
 
