@@ -116,8 +116,8 @@ _NVFP4_TILES = {
 }
 
 
-class SplitKeys:
-    """Facts that decode and MLA configs share: their kernels split the keys of a request among CTAs.
+class PartitionedConfig:
+    """Facts that decode and MLA configs share: their kernels partition the keys of requests among CTAs.
 
     Attributes:
         tiled: whether all numbers of rows are cut into tiles of few rows.
@@ -155,7 +155,7 @@ class SplitKeys:
 
 
 @dataclass(frozen=True)
-class DecodeConfig(SplitKeys, KernelConfig):
+class DecodeConfig(PartitionedConfig, KernelConfig):
     """Config of a decode kernel.
 
     Attributes:

@@ -25,7 +25,7 @@ from hopwell.kernels.config.base import (
     paged_fetches,
     require_dtypes,
 )
-from hopwell.kernels.config.decode import SplitKeys, require_seen
+from hopwell.kernels.config.decode import PartitionedConfig, require_seen
 from hopwell.kernels.config.layout import MlaLayout, OperandLayout
 from hopwell.kernels.config.splitting import (
     LATENT_LEAF_TILES,
@@ -75,7 +75,7 @@ QUERIES = dict.fromkeys(KvType, DTYPES) | {KvType.FP8_DS_MLA: {torch.bfloat16: "
 
 
 @dataclass(frozen=True)
-class MlaConfig(SplitKeys, KernelConfig):
+class MlaConfig(PartitionedConfig, KernelConfig):
     """Config of an MLA decode kernel. The first ``head_dim_v`` columns of a key are its value.
 
     Attributes:
