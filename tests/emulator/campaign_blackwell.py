@@ -159,13 +159,8 @@ def _reason_of_pairs(fault: Fault, kernel: Kernel) -> str:
     last = next((i.op for i in reversed(kernel.instrs[:pc]) if i.op.startswith(signals)), "")
     if fault.kind == "drop bar.sync" and _next(kernel, pc, signals).startswith("barrier.cluster"):
         return "both CTAs meet at once"
-    if fault.kind == "drop bar.warp.sync":
-        if last.startswith("bar.warp.sync"):
-            return "the warp has just met"
-        if last.startswith("mbarrier.try_wait"):
-            return "every lane of the relay has waited itself"
-        if any(i.op.startswith("setmaxnreg") for i in kernel.instrs[pc - 5 : pc]):
-            return "O is given away before anything has accessed it"
+    if fault.kind == "drop bar.warp.sync" and last.startswith("mbarrier.try_wait"):
+        return "every lane of the relay has waited itself"
     if fault.kind == "drop fence.release":
         # The fence is behind a warp barrier. The relay has waited for a tile, and others for tensor memory.
         if pc < products[0]:

@@ -115,7 +115,6 @@ class LeaderRing(Ring):
 
     @cute.jit
     def release(self, step) -> None:
-        cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             arrive_at_leader(self.empty + self.stage(step))
 

@@ -62,6 +62,7 @@ class Correction:
                 factor = self.take(taken)
                 self.o_ring.wait_full(step)
                 self.correct(factor)
+                cute.arch.sync_warp()
                 self.o_ring.release(step)
                 taken += 1
                 step += 1
@@ -74,6 +75,7 @@ class Correction:
             self.store(tile, reference, total, steps > 0, addresses, geometry)
             self.kernel.partition.stored(self.combine, self.rings, tile, work)
             if steps > 0:
+                cute.arch.sync_warp()
                 self.o_ring.release(step)
                 step += 1
             work += 1

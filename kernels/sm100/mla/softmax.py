@@ -95,6 +95,7 @@ class Softmax:
         scores = LaneRow(cute.make_rmem_tensor(THREAD_KEYS, Float32), THREAD_KEYS)
         tmem.load(tmem.row_address(self.tensor_memory, column), scores)
         tmem.before_signal()
+        cute.arch.sync_warp()
         self.s_ring.release(step)
         if row.needs_mask(masked):
             self.mask.apply(scores, first_key, row)

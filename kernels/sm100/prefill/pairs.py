@@ -173,6 +173,7 @@ class PairSchedule(LoadingSchedule):
                 cute.arch.mbarrier_arrive_and_expect_tx(self.ticket_ring.full_barrier(number), pair.SENT_BYTES)
             self.ticket_ring.wait_for_both(number)
             ticket = shared_array(Int32, self.ticket)[0]
+            cute.arch.sync_warp()
             self.ticket_ring.release(number)
         return Int32(self.geometry.grid) + ticket
 
