@@ -23,7 +23,7 @@ class SkippingSoftmax(Softmax):
     """Softmax role that leaves out the exponentials of tiles with negligible weights, and their product with V."""
 
     skip: SkipRule
-    pending: Int32  # shared memory: for each query tile whether its P is ready to be multiplied
+    pending: Int32  # shared memory of single CTAs: for each query tile whether its P has to be multiplied
 
     @property
     def exchanges_always(self) -> bool:
@@ -46,10 +46,11 @@ class SkippingSoftmax(Softmax):
             self.skip.note(True)
             self.state.choose_reference(0, maximum)
         self.post_rescale(steps, done)
-        if (steps.row == 0) & (steps.half == 0):
-            shared_array(Int32, self.pending)[steps.index] = self.skip.pending[0]
+        if const_expr(not self.kernel.config.is_pair):
+            if (steps.row == 0) & (steps.half == 0):
+                shared_array(Int32, self.pending)[steps.index] = self.skip.pending[0]
         if left_out:
-            # The other CTA of a pair may need the product.
+            # Products of a pair are always issued, because the other CTA may need them.
             if const_expr(self.kernel.config.is_pair):
                 words = self.kernel.config.half_keys * self.kernel.dtype.width // 32
                 tmem.store_zeros(self.place(steps, done), words)
