@@ -72,6 +72,7 @@ def test_rows_that_decide_together(arch: str, page_size: int | None, without: in
         pytest.param((64, 64), torch.bfloat16, None, window(400), reference.PLAIN, id="window"),
         pytest.param((128, 128), torch.float16, 16, chunked(512), Score(ScoreKind.SOFT_CAP, 8.0), id="chunked"),
         pytest.param((192, 128), torch.bfloat16, 16, CAUSAL, Score(ScoreKind.ALIBI), id="causal"),
+        pytest.param((256, 256), torch.bfloat16, 16, CAUSAL, reference.PLAIN, id="pair"),
     ],
 )
 def test_what_is_left_out_on_blackwell(
