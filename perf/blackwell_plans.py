@@ -104,11 +104,10 @@ def _decode_plans() -> Iterator[Plan]:
 
 def compiled_decodes(rates: Rates) -> Iterator[Plan]:
     """Yield the compiled decode kernels."""
-    q2 = replace(_CASES["D2-q4"], name="D2-q2", q_len=2)
-    wide = [_CASES[name] for name in ("D2", "L8", "b1-4096", "D2-q4", "D2-q8", "D2-d64", "D2-d256")]
+    wide = [_CASES[name] for name in ("D2", "L8", "b1-4096", "D2-q2", "D2-q4", "D2-q8", "D2-d64", "D2-d256")]
     wide += [_CASES[name] for name in ("D2-fp8", "D2-q2-fp8", "D2-q4-fp8", "D2-q8-fp8")]
     wide += [_CASES[name] for name in ("D2-nvfp4", "D2-q2-nvfp4", "D2-q4-nvfp4", "D2-q8-nvfp4")]
-    for case in (*wide[:3], q2, *wide[3:]):
+    for case in wide:
         yield Plan(_name(case), case, compiled_decode(case, rates.arch), DECODE_FAMILY)
 
 
