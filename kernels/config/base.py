@@ -264,8 +264,13 @@ class KernelConfig:
 
     @property
     def cluster_ctas(self) -> int:
-        """CTAs of a cluster, which take each work tile together."""
+        """CTAs of a cluster."""
         return 1
+
+    @property
+    def work_tile_ctas(self) -> int:
+        """CTAs of a cluster that take each work tile together."""
+        return self.cluster_ctas
 
     @property
     def launch_registers(self) -> int:

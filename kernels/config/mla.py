@@ -84,11 +84,14 @@ class MlaConfig(PartitionedConfig, KernelConfig):
         batch_invariant: whether each request is split by its own length only. Otherwise kernels with this tile height
             cut the keys of all requests into equal CTA parts. Kernels of few rows have trees, which are batch
             invariant. :func:`_has_cta_parts` chooses for a problem.
+        shares_dequant: whether clusters of two CTAs, with neighbouring row tiles of the same keys, dequantize each key
+            once for both.
     """
 
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS
     batch_invariant: bool = False
+    shares_dequant: bool = False
 
     k_head_scales: ClassVar[bool] = False  # there is one KV head
     v_head_scales: ClassVar[bool] = False
@@ -122,6 +125,8 @@ class MlaConfig(PartitionedConfig, KernelConfig):
             return (_FP8_TREE_TILES if self.uses_fp8_mma else _TREE_TILES)[self.head_dim_v]
         if self.uses_fp8_mma:
             return _EIGHT_BIT_TILES[self.head_dim_v]
+        if self.shares_dequant:
+            return _TILE
         return _TOPK_TILE if self.sparse or self.kv_type is not KvType.WIDE else _TILE
 
     @property
@@ -162,6 +167,23 @@ class MlaConfig(PartitionedConfig, KernelConfig):
         return self.v_splits
 
     @property
+    def can_share_dequant(self) -> bool:
+        """Whether a kernel with this config can share dequant, if heads fill an even number of row tiles. Other
+        kernels over 8-bit keys keep their own dequant."""
+        rows_of_656_bytes = self.kv_type is KvType.FP8_DS_MLA and self.sparse
+        return rows_of_656_bytes and self.rows == ROWS and self.has_cta_parts
+
+    @property
+    def cluster_ctas(self) -> int:
+        return 2 if self.shares_dequant else 1
+
+    @property
+    def work_tile_ctas(self) -> int:
+        """One, except where CTAs share matrix instructions: those of a cluster that shares dequant have a row tile
+        each."""
+        return 1 if self.shares_dequant else self.cluster_ctas
+
+    @property
     def has_combine_role(self) -> bool:
         """Whether a separate warpgroup combines: with a tree, because the nodes of the tree are large."""
         return self.has_tree
@@ -198,6 +220,7 @@ class MlaConfig(PartitionedConfig, KernelConfig):
     def name(self) -> str:
         kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
         kind += [f"rows{self.rows}"] * (self.rows != ROWS) + ["invariant"] * self.batch_invariant
+        kind += ["cluster2"] * self.shares_dequant
         return self._named(kind)
 
 
@@ -233,7 +256,8 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     common = (arch, QUERY_DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = kind.rows_for(packed_rows)
     uneven, invariant = has_uneven_pages(problem), rows >= ROWS and not _has_cta_parts(problem)
-    return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=invariant)
+    config = kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=invariant)
+    return replace(config, shares_dequant=config.can_share_dequant and problem.query.shape[1] % (2 * ROWS) == 0)
 
 
 def _has_cta_parts(problem: AttentionProblem) -> bool:
@@ -288,4 +312,8 @@ def shipped_mla_configs(
             config = kind(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
             # Uneven numbers of new tokens without top-k indices take batch-invariant kernels even without the setting.
             ways = {True} if settings.BATCH_INVARIANT.is_on else {False, not config.sparse}
-            yield from (replace(config, batch_invariant=way) for way in (sorted(ways) if rows >= ROWS else [False]))
+            for way in sorted(ways) if rows >= ROWS else [False]:
+                config = replace(config, batch_invariant=way)
+                yield from (
+                    replace(config, shares_dequant=shares) for shares in sorted({False, config.can_share_dequant})
+                )

@@ -103,7 +103,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig | MlaConfig)
     # With top-k indices, rows of different tokens have different keys.
     row_tiles = -(-(rows if problem.token_table is None else group) // config.tile.m)
     sms = multiprocessors(query.device)
-    grid = sms * config.ctas_per_sm // config.cluster_ctas
+    grid = sms * config.ctas_per_sm // config.cluster_ctas * (config.cluster_ctas // config.work_tile_ctas)
     capacity = problem.max_kv_len
     launched = LaunchSizes(rows, problem.key.shape[1], config.head_dim_v, capacity, sms)
     sizes = DecodeGeometry(

@@ -133,6 +133,26 @@ def test_own_partials_are_combined(
     check(Case([q_len] * len(kv_lens), kv_lens, heads), 64, adverse=1)
 
 
+@pytest.mark.parametrize(
+    ("ctas", "heads", "q_lens", "top_k", "kind"),
+    [
+        (4, 128, [2, 0, 1], 68, "gaps"),
+        (7, 128, [1, 2], 400, "any"),
+        (9, 256, [1, 1], 132, "any"),
+        (2, 256, [2], 68, "any"),
+    ],
+    ids=["two pairs", "odd number of SMs", "two pairs of row tiles", "several rounds"],
+)
+def test_clusters_share_dequant(
+    ctas: int, heads: int, q_lens: list[int], top_k: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CTAs of a cluster meet in every stage, with one work tile, several, none, and partials."""
+    monkeypatch.setattr(geometry, "EMULATED_SMS", ctas)
+    kv_lens = [900, 70, 3][: len(q_lens)]
+    case = Case(q_lens, kv_lens, heads=heads, top_k=top_k, topk_kind=kind, ragged=True, kv_type=KvType.FP8_DS_MLA)
+    check(case, 16, adverse=1)
+
+
 def test_own_partials_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CTA has CTA parts of several row tiles, and stores all of its partials before it waits for others'."""
     monkeypatch.setattr(geometry, "EMULATED_SMS", 13)

@@ -249,6 +249,25 @@ def unpack_bf16_x2(word):
     )
 
 
+def prefetch_line(address, wanted) -> None:
+    """Prefetch the cache line of an address of global memory into L2 if ``wanted``."""
+    ptx("{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }", address, wanted.to(Int32))
+
+
+def load_global_or_zero(address, count: int, wanted, dtype=Uint32):
+    """Load one or four words that no SM writes meanwhile, or zeros if not ``wanted``."""
+    operands = ", ".join(f"{{$w{i}}}" for i in range(count))
+    vector, operands = (f".v{count}", f"{{{operands}}}") if count > 1 else ("", operands)
+    zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
+    words = ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} @p ld.global.nc{vector}.b32 {operands}, [{{$r0}}]; }}",
+        address,
+        wanted.to(Int32),
+        results=[dtype] * count,
+    )
+    return words if count > 1 else [words]
+
+
 def load_global(address, count: int, dtype=Float32):
     """Load two or four words that another SM may have written. The load bypasses L1, which is not coherent."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))

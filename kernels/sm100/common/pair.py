@@ -18,20 +18,9 @@ BOTH = 3  # mask of the CTAs of a pair
 LEADER = 0  # rank of the CTA that issues products
 
 
-def rank() -> Int32:
-    """Return the rank of this CTA in its pair."""
-    return cute.arch.make_warp_uniform(cute.arch.block_in_cluster_idx()[0])
-
-
 def index() -> Int32:
     """Return the number of this pair in the grid."""
     return cute.arch.cluster_idx()[0]
-
-
-def meet() -> None:
-    """Wait for all threads of both CTAs."""
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
 
 
 # An arrival with .release.cluster and a wait with .acquire.cluster also order global memory. ptxas emits a fence of the

@@ -11,7 +11,7 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS, KvFetch, KvType
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch.arguments import DecodeAddresses, DecodeGeometry
-from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core import cluster, copy
 from hopwell.kernels.parts.core.device import load_scale, shared_address, shared_array
 from hopwell.kernels.parts.core.fragment import LaneRow
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
@@ -193,7 +193,7 @@ class MlaSm100(LatentKernel, DecodeKernel):
     @cute.jit
     def fetch_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
         """Load this CTA's rows of Q."""
-        own = replace(tile, first_row=tile.first_row + pair.rank() * CTA_ROWS)
+        own = replace(tile, first_row=tile.first_row + cluster.rank() * CTA_ROWS)
         LatentKernel.fetch_rows(self, descriptor, addresses, geometry, own, tiles, ring, step)
 
     @cute.kernel
@@ -214,9 +214,9 @@ class MlaSm100(LatentKernel, DecodeKernel):
         maxima = shared_address(smem.allocate(2 * FACTOR_BYTES, copy.VECTOR_BYTES))
         slot = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
         mask = self.mask_type(self.config.mask, Int32(geometry.mask_size))
-        warp, rank = cute.arch.make_warp_uniform(cute.arch.warp_idx()), pair.rank()
+        warp, rank = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cluster.rank()
         self.begin(warp, ((K_WARP, k_atom), (SCHEDULE_WARP, q_atom)), zeroing_barriers)
-        pair.meet()  # the other CTA runs, as the allocation needs, and its barriers are initialised
+        cluster.meet()  # the other CTA runs, as the allocation needs, and its barriers are initialised
         if warp == MMA_WARP:
             tmem.allocate(slot, CTAS)
         cute.arch.sync_threads()
@@ -272,7 +272,7 @@ class MlaSm100(LatentKernel, DecodeKernel):
             else:
                 self.run_dequantize(warp, rank, tiles, rings, work_queue)
         tmem.before_signal()
-        pair.meet()  # nothing arrives at the barriers of either CTA any more
+        cluster.meet()  # nothing arrives at the barriers of either CTA any more
         if warp == MMA_WARP:
             tmem.after_signal()
             tmem.free(tensor_memory, CTAS)

@@ -7,8 +7,8 @@ from cutlass import Int32
 
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.parts.core import cluster
 from hopwell.kernels.sm90.mla.partition import LIST_ATTEND_LOADS, CtaParts, RequestSplits
-from hopwell.kernels.sm100.common import pair
 from hopwell.kernels.sm100.common.resources import CTAS
 
 
@@ -20,7 +20,7 @@ class PairParts(CtaParts):
     @cute.jit
     def finish(self, combine, work_queue, tile, work, addresses: Addresses, geometry: DecodeGeometry, output_scale):
         outputs = (addresses, geometry, output_scale, self.kernel.out_dtype)
-        warp = pair.rank() * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+        warp = cluster.rank() * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
         while tile.exists:
             combine.combine(tile, warp, *outputs)
             work += 1

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from hopwell.kernels.config.base import TileShape
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core import cluster, copy
 from hopwell.kernels.parts.core.device import shared_address, shared_array
 from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
@@ -140,7 +140,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
     def first_row(self, index):
         """Return the first row of a query tile of this CTA, within the work tile."""
-        return pair.rank() * Q_TILE_ROWS if self.config.is_pair else index * Q_TILE_ROWS
+        return cluster.rank() * Q_TILE_ROWS if self.config.is_pair else index * Q_TILE_ROWS
 
     def _load(self, part: int, atom, tile, rings, zeroing_barrier, work_queue, operand) -> None:
         """Load K (``part`` 0) or V (1) of all work tiles."""
@@ -151,7 +151,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
     def half(self, part: int, operand: KvOperand) -> KvOperand:
         """Return this CTA's half of K, of the keys, or of V, of the columns."""
-        rank = pair.rank()
+        rank = cluster.rank()
         if part == 0:
             return replace(operand, half=OperandHalf(self.tile.n, rank * self.kv_rows[0], 0))
         columns = operand.head_dim // CTAS
@@ -234,7 +234,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
                 Conversion.create(self, tiles, rings, work_queue, addresses, geometry).run()
         tmem.before_signal()
         if const_expr(is_pair):
-            pair.meet()  # nothing arrives at the barriers of either CTA any more
+            cluster.meet()  # nothing arrives at the barriers of either CTA any more
         else:
             cute.arch.sync_threads()
         if warp == first("mma"):
@@ -247,7 +247,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     @cute.jit
     def begin_pair(self, warp, slot) -> None:
         """Allocate tensor memory once the other CTA runs, and its barriers are initialised."""
-        pair.meet()
+        cluster.meet()
         if warp == self.first_warp("mma"):
             tmem.allocate(slot, CTAS)
         cute.arch.sync_threads()
@@ -256,7 +256,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         """Return the schedule with the fields ``parts``. ``ticket`` is shared memory that pairs use."""
         if not self.config.is_pair:
             return LoadingSchedule(*parts)
-        return PairSchedule(*parts, pair.rank(), LeaderRing.of(rings.ticket), ticket)
+        return PairSchedule(*parts, cluster.rank(), LeaderRing.of(rings.ticket), ticket)
 
     @cute.jit
     def run_mma(self, tiles, rings, work_queue, leader_rings, tensor_memory, pending) -> None:
@@ -264,7 +264,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         if const_expr(not self.config.is_pair):
             Products(self, rings, *operands(self, tiles), tensor_memory, pending).run(work_queue)
         else:
-            if pair.rank() == pair.LEADER:
+            if cluster.rank() == pair.LEADER:
                 order = (self, work_queue, *PairRing.of_tiles(rings), *leader_rings)
                 PairProducts(*order, *operands(self, tiles), tensor_memory).run()
             else:

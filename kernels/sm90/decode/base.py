@@ -19,7 +19,7 @@ from hopwell.kernels.launch.arguments import (
     ScaledDecodeAddresses,
     ScaledDecodeGeometry,
 )
-from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core import cluster, copy
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.core.kernel import AttentionKernel
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
@@ -78,7 +78,7 @@ class DecodeKernel(AttentionKernel):
         k, v = self._kv_atoms(addresses, geometry)
         q = self.q_atom(addresses, geometry)
         self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, output_factor).launch(
-            grid=[Int32(geometry.grid) * self.config.cluster_ctas, 1, 1],
+            grid=[Int32(geometry.grid) * self.config.work_tile_ctas, 1, 1],
             cluster=[self.config.cluster_ctas, 1, 1] if self.config.cluster_ctas > 1 else None,
             block=[WARPGROUP * len(self.config.registers), 1, 1],
             smem=self.shared_bytes,
@@ -107,6 +107,8 @@ class DecodeKernel(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (SCHEDULE_WARP, q_atom)), zeroing_barriers)
         shared = (tiles, rings, work_queue)
+        if const_expr(self.config.cluster_ctas > 1):
+            cluster.meet()  # the barriers of the other CTA are initialised
 
         if warp < 4:
             self.set_registers(self.tile.producer_registers)
@@ -132,6 +134,8 @@ class DecodeKernel(AttentionKernel):
                     self.attend(*shared, mask, addresses, geometry, *numbers)
             else:
                 self.attend(*shared, mask, addresses, geometry, *numbers)
+        if const_expr(self.config.cluster_ctas > 1):
+            cluster.meet()  # nothing arrives at the barriers of either CTA any more
 
     @cute.jit
     def attend(

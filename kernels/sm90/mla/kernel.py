@@ -14,6 +14,7 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.launch.arguments import DecodeAddresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.cluster import ClusterRing
 from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
@@ -24,6 +25,7 @@ from hopwell.kernels.sm90.common.kernel import SCHEDULE_WARP
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.common.operands import Operands
 from hopwell.kernels.sm90.decode.base import DecodeKernel
+from hopwell.kernels.sm90.mla.cluster_dequant import ClusterLoads
 from hopwell.kernels.sm90.mla.key_halves import LatentKernel, LatentLoads
 from hopwell.kernels.sm90.mla.partition import CtaParts, RequestSplits
 from hopwell.kernels.sm90.mla.shared_steps import WARP_SUM_BYTES, SharedSteps
@@ -37,6 +39,7 @@ class MlaSm90(LatentKernel, DecodeKernel):
         warp 1 load_keys   if lanes copy rows: warps 0 and 1 load half of the rows each
         warps 1, 2 dequantize   8-bit keys, half of the rows each, see parts/dequant/latent_rows.py;
                            in batch-invariant kernels warp 1 dequantizes all rows
+        warps 0..2 dequantize   if clusters share dequant: load and dequantize, see cluster_dequant.py
         warps 1, 2 combine   in batch-invariant kernels, if they neither load nor dequantize: row shares whose partials
                            are complete, see parts/combine/row_shares.py; in other kernels attend combines, see
                            OwnRowShares
@@ -56,6 +59,8 @@ class MlaSm90(LatentKernel, DecodeKernel):
         v       load_keys -> attend   right halves. Right releases a half when its product has been added to O. Left
                                       releases A's when P of A is available, and B's, which it does not need, when P of
                                       B is
+        k, v    dequantize -> attend of both   if clusters share dequant: full when each CTA has stored half of the
+                                      keys, released when attend of both CTAs has released the stage
         work    schedule -> all       released as soon as it has been read; combine does not need it
         partial   attend -> schedule  only in batch-invariant kernels: released for each work tile when its slot may be
                                       written; full when the slot has been written
@@ -86,7 +91,7 @@ class MlaSm90(LatentKernel, DecodeKernel):
     def __init__(self, config: MlaConfig, attend: type[SharedSteps], reader: Reader):
         self.attend_type, self.reader = attend, reader
         self.partition = (RequestSplits if config.batch_invariant else CtaParts)(self)
-        self.loads = LatentLoads(self, self.partition.dequant_warps)
+        self.loads = ClusterLoads(self) if config.shares_dequant else LatentLoads(self, self.partition.dequant_warps)
         super().__init__(config)
 
     @property
@@ -111,6 +116,12 @@ class MlaSm90(LatentKernel, DecodeKernel):
     def _edges(self, roles: Roles) -> tuple[Edge, ...]:
         kv, more = self.loads.edges(roles, self.reader), self.attend_type.edges(self, roles)
         return self.q_edge(roles), *kv, self._work_edge(roles), *more, *self.partition.edges(roles)
+
+    def _allocate(self, smem):
+        tiles, rings, work_queue, zeroing_barriers = super()._allocate(smem)
+        if const_expr(self.config.shares_dequant):
+            rings = replace(rings, k=ClusterRing.of(rings.k), v=ClusterRing.of(rings.v))
+        return tiles, rings, work_queue, zeroing_barriers
 
     @property
     def lanes_read_q(self) -> bool:

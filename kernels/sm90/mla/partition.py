@@ -40,7 +40,7 @@ class QueryHooks(ScheduleHooks):
     @property
     def ctas(self) -> int:
         """CTAs that share a work tile."""
-        return self.kernel.config.cluster_ctas
+        return self.kernel.config.work_tile_ctas
 
     def first_place(self):
         return ScheduleHooks.first_place(self) // self.ctas

@@ -79,7 +79,12 @@ def chunk_tokens(dims: tuple[int, int], sparse: bool = False) -> int:
 
 
 def heads_of(config: MlaConfig, q_len: int) -> int:
-    """Return the heads that fill one tile of a kernel with ``q_len`` new tokens, or one fewer."""
+    """Return the heads that fill one tile of a kernel with ``q_len`` new tokens, or one fewer.
+
+    CTAs of a cluster have a full tile each.
+    """
+    if config.shares_dequant:
+        return config.cluster_ctas * config.rows
     return (config.rows - 1) // (1 if config.sparse else q_len)
 
 
