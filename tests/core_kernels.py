@@ -29,6 +29,7 @@ KERNELS = {
     "decode_sm_90a_fp16_to_e4m3_d256_full_kv_nvfp4_pages8": "more than 32 rows over NVFP4, split-KV; compiled only",
     # sm_90a, MLA decode
     "mla_sm_90a_bf16_d576_512_causal_pages64": "MLA of DeepSeek with all its heads",
+    "mla_sm_90a_bf16_d576_512_causal_kv_fp8_ds_mla_cluster2_topk": "clusters of two CTAs that share dequant",
     "mla_sm_90a_e4m3_to_bf16_d576_512_causal_pages16": "e4m3 products of MLA",
     "mla_sm_90a_bf16_d576_512_causal_kv_e4m3_invariant_rows": "an e4m3 cache, and bits that do not depend on the batch",
     # sm_100a and sm_103a

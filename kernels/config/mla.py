@@ -179,8 +179,7 @@ class MlaConfig(PartitionedConfig, KernelConfig):
 
     @property
     def work_tile_ctas(self) -> int:
-        """One, except where CTAs share matrix instructions: those of a cluster that shares dequant have a row tile
-        each."""
+        """CTAs of a cluster that take each work tile together. CTAs that share dequant have a row tile each."""
         return 1 if self.shares_dequant else self.cluster_ctas
 
     @property

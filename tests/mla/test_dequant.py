@@ -18,6 +18,7 @@ from helpers.calls.entries import mla, mla_arguments
 from helpers.cases.mla import FEW_HEADS, MANY_HEADS, TOP_K
 
 import hopwell
+from hopwell.kernels.config.mla import resolve_mla
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla, fill_fp8_ds_mla_cache, quantize_fp8_ds_mla
 from tests.mla.test_entry import KINDS, refused
 
@@ -67,8 +68,14 @@ def test_narrow_latents(heads: int, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("power_of_two", "heads", "top_k"),
-    [(False, FEW_HEADS, 0), (True, FEW_HEADS, TOP_K), (False, MANY_HEADS, TOP_K), (True, MANY_HEADS, 0)],
-    ids=["rows16 dense", "rows16 sparse", "rows64 sparse", "rows64 dense"],
+    [
+        (False, FEW_HEADS, 0),
+        (True, FEW_HEADS, TOP_K),
+        (False, MANY_HEADS, TOP_K),
+        (False, 128, TOP_K),
+        (True, MANY_HEADS, 0),
+    ],
+    ids=["rows16 dense", "rows16 sparse", "rows64 sparse", "clusters sparse", "rows64 dense"],
 )
 def test_rows_of_656_bytes(power_of_two: bool, heads: int, top_k: int, device: str) -> None:
     data = batch(PackedBatch, device, top_k, heads=heads, power_of_two=power_of_two)
@@ -76,6 +83,21 @@ def test_rows_of_656_bytes(power_of_two: bool, heads: int, top_k: int, device: s
     out = mla(data, problem, kv_cache=data.packed(16), kv_scale_format=scales)
     data.expected_mla().check(out.flatten(0, 1))
     assert torch.equal(out, mla(data, problem))
+
+
+@pytest.mark.parametrize(
+    ("heads", "top_k", "shares"), [(64, TOP_K, False), (128, TOP_K, True), (192, TOP_K, False), (128, 0, False)]
+)
+def test_clusters_need_an_even_number_of_row_tiles(heads: int, top_k: int, shares: bool) -> None:
+    data = batch(PackedBatch, "cpu", top_k, heads=heads)
+    config = resolve_mla(data.over_fp8_ds_mla(data.decode(16)), "sm_90a")
+    assert (config.shares_dequant, config.cluster_ctas) == (shares, 1 + shares)
+
+
+@pytest.mark.usefixtures("batch_invariant")
+def test_batch_invariant_kernels_have_no_clusters() -> None:
+    data = batch(PackedBatch, "cpu", TOP_K, heads=128)
+    assert not resolve_mla(data.over_fp8_ds_mla(data.decode(16)), "sm_90a").shares_dequant
 
 
 @pytest.mark.gpu

@@ -383,16 +383,10 @@ def covering_mla_configs() -> list[MlaConfig]:
         for dtype, kinds in (("bf16", chosen), ("e4m3", fp8_chosen))
         for dims, fetch, rows in kinds
     ]
+    by_cluster = (MaskKind.CAUSAL, *TOPK, KvType.FP8_DS_MLA, 64)
+    configs.append(MlaConfig("sm_90a", "bf16", "bf16", *wide, *by_cluster, shares_dequant=True))
     # Requests are split by their own lengths. TMA, lane copies, and lane copies with dequantization leave one or two
     # warps for the combine.
-    configs.append(
-        replace(
-            configs[0],
-            **dict(zip(("kv_fetch", "box_rows"), TOPK, strict=True)),
-            kv_type=KvType.FP8_DS_MLA,
-            shares_dequant=True,
-        )
-    )
     by_length = [("bf16", PAGES64, KvType.WIDE), ("bf16", ROWS, KvType.E4M3), ("e4m3", PAGES16, KvType.WIDE)]
     return configs + [
         MlaConfig("sm_90a", dtype, "bf16", *wide, MaskKind.CAUSAL, *fetch, kv_type, 64, batch_invariant=True)
