@@ -39,7 +39,7 @@ def prefill_geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[
     tile_m = config.tile.m
     tile = packed_shape(problem, tile_m) if config.packs_heads else TileShape.of(1, tile_m)
     q_tiles = -(-problem.max_q_len // tile.tokens)
-    clusters = multiprocessors(query.device) // config.cluster_ctas
+    clusters = max(multiprocessors(query.device) // config.cluster_ctas, 1)
     sizes = Geometry(
         tokens=query.shape[0],
         heads=heads,
@@ -103,7 +103,8 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig | MlaConfig)
     # With top-k indices, rows of different tokens have different keys.
     row_tiles = -(-(rows if problem.token_table is None else group) // config.tile.m)
     sms = multiprocessors(query.device)
-    grid = sms * config.ctas_per_sm // config.cluster_ctas * (config.cluster_ctas // config.work_tile_ctas)
+    clusters = max(sms * config.ctas_per_sm // config.cluster_ctas, 1)
+    grid = clusters * (config.cluster_ctas // config.work_tile_ctas)
     capacity = problem.max_kv_len
     launched = LaunchSizes(rows, problem.key.shape[1], config.head_dim_v, capacity, sms)
     sizes = DecodeGeometry(

@@ -140,8 +140,9 @@ def test_own_partials_are_combined(
         (7, 128, [1, 2], 400, "any"),
         (9, 256, [1, 1], 132, "any"),
         (2, 256, [2], 68, "any"),
+        (1, 128, [1, 2], 68, "any"),
     ],
-    ids=["two pairs", "odd number of SMs", "two pairs of row tiles", "several rounds"],
+    ids=["two pairs", "odd number of SMs", "two pairs of row tiles", "several rounds", "one SM"],
 )
 def test_clusters_share_dequant(
     ctas: int, heads: int, q_lens: list[int], top_k: int, kind: str, monkeypatch: pytest.MonkeyPatch

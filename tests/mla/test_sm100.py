@@ -85,8 +85,10 @@ def test_partials_are_combined(ctas: int, q_len: int, kv_lens: list[int], monkey
     check(Case([q_len] * len(kv_lens), kv_lens, heads=128), seed=ctas)
 
 
-def test_an_odd_number_of_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geometry, "EMULATED_SMS", 5)
+@pytest.mark.parametrize("sms", [1, 5])
+def test_an_odd_number_of_sms(sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated device has one pair even with one SM."""
+    monkeypatch.setattr(geometry, "EMULATED_SMS", sms)
     check(Case([1], [300], heads=70))
 
 
