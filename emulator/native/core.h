@@ -92,6 +92,7 @@ typedef struct warp {
   void *horizon;   /* what is known of other clusters (global_shadow.c) */
   i32 *fenced;     /* clocks that relaxed arrivals release; NULL: nothing yet */
   i32 *unfenced;   /* clocks that relaxed waits have seen; NULL: nothing yet */
+  void *arrived_at; /* mbarrier of the latest arrivals in parts, see sync.c */
   i32 id, threads, n_frags, agent;
   u32 n_busy;
   u32 accessors;   /* lanes that accessed memory together since the lanes of the warp last synchronised */
@@ -100,6 +101,8 @@ typedef struct warp {
   u32 solo_lanes;
   i32 solo_synced;
   i32 actor;       /* agent or solo: who makes the current access */
+  u32 arrived, arrived_of; /* lanes that have arrived there, and lanes with accesses before the first part */
+  i32 arrived_clock, arrived_solo; /* clocks of the warp and of solo then */
   i32 tensor_loads, tensor_stores; /* agents of its tcgen05.ld and tcgen05.st, 0: none yet */
   u32 fenced_before, fenced_after; /* lanes that have executed tcgen05.fence since all lanes last had */
   u32 wgmma_fences;

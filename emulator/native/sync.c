@@ -305,6 +305,23 @@ EXPORT int sys_mbar_inval(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   return SYS_NEXT;
 }
 
+/* The release of arriving lanes. A diverged warp arrives in parts, and each lane releases its own accesses. The last
+ * part therefore completes the release of what all lanes had done before the first part. */
+static void release_arrivals(machine *M, warp *w, mbarrier *b, u32 lanes) {
+  i32 synced = w->synced, solo_synced = w->solo_synced;
+  if (w->arrived_at != b || w->arrived & lanes) {
+    w->arrived_at = b, w->arrived = 0, w->arrived_of = w->accessors | w->solo_lanes;
+    w->arrived_clock = w->vc[w->agent], w->arrived_solo = w->vc[w->solo];
+  }
+  w->arrived |= lanes;
+  if (!(w->arrived_of & ~w->arrived)) {
+    if (w->arrived_clock > synced) w->synced = w->arrived_clock;
+    if (w->arrived_solo > solo_synced) w->solo_synced = w->arrived_solo;
+  }
+  clock_release_lanes(M, w, b->vc, lanes);
+  w->synced = synced, w->solo_synced = solo_synced;
+}
+
 /* arrive and expect_tx. o[0]: row of the returned state or none; o[1]: address; o[2]: count or bytes, or none. aux:
  * 0 arrive, 1 arrive.expect_tx, 2 expect_tx, 3 complete_tx, +4 arrive_drop, +8 64-bit address, +16 relaxed. */
 EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
@@ -332,7 +349,7 @@ EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       if (i->aux & 16) {
         clock_release_relaxed(M, w, b->vc);
       } else {
-        clock_release_lanes(M, w, b->vc, m);
+        release_arrivals(M, w, b, m);
         sent = b->vc[agent];
       }
       incoming(M, w, c, agent, sent, (i32)(i - M->insns));

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from helpers.device.ptx import empty, run_ptx
@@ -53,6 +55,22 @@ def test_an_mbarrier_orders_what_precedes_the_arrivals():
     late = producer.replace(MINE, arrive) + MINE
     with pytest.raises(Hazard, match="not ordered"):
         run_ptx(body + late + consumer.format(wait=WAIT), **settings)
+
+
+@pytest.mark.parametrize(
+    ("late", "is_covered"), [("", True), ("ld.global.b32 %r6, [%a0];", True), (MINE, False)], ids=["", "load", "write"]
+)
+def test_lanes_that_arrive_in_parts_cover_what_all_of_them_have_done_before(late, is_covered):
+    """A diverged warp arrives with some lanes after others, and each lane releases its own writes."""
+    arrive = "mbarrier.arrive.shared.b64 _, [%r1+512];"
+    body = (
+        f"mov.u32 %r1, smem; {BARRIER.format(count=32)} setp.eq.u32 %p3, %warp, 0; @!%p3 bra CONSUME;\n{MINE}"
+        f"setp.eq.u32 %p4, %lane, 0; @!%p4 {arrive} {late} @%p4 {arrive} bra DONE;\n"
+        f"CONSUME: shl.b32 %r2, %lane, 2; add.u32 %r3, %r1, %r2;\n{WAIT} ld.shared.b32 %r5, [%r3]; DONE:"
+    )
+    unordered = pytest.raises(Hazard, match="read is not ordered after write")
+    with contextlib.nullcontext() if is_covered else unordered:
+        run_ptx(body, empty(1), block=64, shared=520, race=True)
 
 
 PUBLISH = """
