@@ -47,8 +47,8 @@ def case() -> None:
 
 def prefill_pair() -> None:
     """Run the same on one pair of CTAs: the second query tile of a request is in the other CTA. Other work tiles follow
-    the ones without keys."""
-    lengths = [260, 3, 4, 130, 2], [300, 0, 0, 150, 10]
+    two without keys. The last work tile has no keys either: the relay ends when all stages have been released."""
+    lengths = [260, 3, 4, 130, 2, 5], [300, 0, 0, 150, 10, 0]
     data = Batch(*lengths, heads=1, kv_heads=1, head_dim=256, v_head_dim=256, magnitude=3.0, device="cpu")
     with mock.patch.object(geometry, "EMULATED_SMS", 2):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
