@@ -14,7 +14,7 @@ from ..native.layout import OFFSET_MASK
 from ..ptx import Instr
 from .tensor_core import chunks
 from .tensor_memory import ALL_GROUPS, tensor_memory, touch
-from .tensor_queue import commit_clock, group_ctas, queue_key, queue_mark, touch_chunks
+from .tensor_queue import commit_clocks, group_ctas, queue_key, queue_mark, touch_chunks
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -180,10 +180,10 @@ def commit(c: Context, i: Instr) -> Op:
             if ranks_row is not None:
                 ranks = w.get16(ranks_row, lane)
                 targets = [r << 24 | address & OFFSET_MASK for r in range(16) if ranks >> r & 1]
-            stamp = commit_clock(m, w, ctas, targets, i.pc) if m.tracked else None
+            stamps = commit_clocks(m, w, ctas, targets, i.pc) if m.tracked else [None] * len(targets)
 
-            def arrive(targets=targets, stamp=stamp) -> None:
-                for target in targets:
+            def arrive(targets=targets, stamps=stamps) -> None:
+                for target, stamp in zip(targets, stamps, strict=True):
                     if w.cta.cluster.resolve(target)[0].exited:
                         m.warn(f"tcgen05.commit signals a CTA that has exited: {m.where(i.pc)}")
                         continue

@@ -86,12 +86,24 @@ def touch_chunks(m: Machine, cta: Cta, index: np.ndarray, mark: Mark, pc: int) -
     )
 
 
-def commit_clock(m: Machine, w: Warp, ctas: list[Cta], targets: list[int], pc: int) -> np.ndarray:
-    """Return what an mbarrier learns from tcgen05.commit: the thread's own work, as after fence::before_thread_sync."""
+def commit_clocks(m: Machine, w: Warp, ctas: list[Cta], targets: list[int], pc: int) -> list[np.ndarray]:
+    """Return for each target what its mbarrier learns from tcgen05.commit: the thread's own work, as after
+    fence::before_thread_sync, and that the arrival has come.
+
+    Each CTA has an agent for arrivals at it: an arrival at one CTA does not tell that another CTA's has come.
+    """
     stamp, q = advance(m, w, ctas)
     np.maximum(stamp[CLOCK_SENT], stamp[CLOCK_LANE], out=stamp[CLOCK_SENT])
     stamp[CLOCK_SENT, q.done] = q.clock
+    cluster, stamps = w.cta.cluster, []
     for target in targets:
-        cta = w.cta.cluster.resolve(target)[0]
-        m.core.core_incoming(m.address, w.address, cta.address, q.done, q.clock, pc)
-    return stamp
+        cta = cluster.resolve(target)[0]
+        key = (*queue_key(ctas), w.cta.rank, w.id, "arrivals", cta.rank)
+        agent = cluster.agent(m.address, key, f"tcgen05.commit of {cluster.agent_names[w.state.agent]}")
+        learned = stamp.copy()
+        learned[[CLOCK_KNOWN, CLOCK_SENT], agent] = q.clock
+        keep(m, cluster, learned)
+        stamps.append(learned)
+        if len(targets) > 1 or cta is not w.cta:
+            m.core.core_arrival(m.address, cta.address, agent, q.clock, pc)
+    return stamps

@@ -150,6 +150,7 @@ def _signatures(lib: ctypes.CDLL) -> None:
         "core_cluster_free": (None, [P, P]),
         "core_tmem_shadow": (None, [P, P]),
         "core_new_agent": (I32, [P, P]),
+        "core_arrival": (None, [P, P, I32, I32, I32]),
         "core_incoming": (None, [P, P, P, I32, I32, I32]),
         "core_layout": (ctypes.POINTER(U32), []),
         "core_machine_open": (None, [P, I32]),

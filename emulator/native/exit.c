@@ -12,12 +12,16 @@ static void exits_early(machine *M, cta *c, i32 agent, i32 pc) {
                             .rank = (i32)c->rank, .cluster = c->cluster->index});
 }
 
-/* An operation that ``w`` has issued reaches ``c``; a warp knows that it has arrived at ``clock`` of ``agent``. */
-void incoming(machine *M, warp *w, cta *c, i32 agent, i32 clock, i32 pc) {
-  if (c == w->cta || !(M->flags & FLAG_RACE)) return;
+/* An operation reaches ``c``; a warp knows that it has arrived at ``clock`` of ``agent``. */
+EXPORT void core_arrival(machine *M, cta *c, i32 agent, i32 clock, i32 pc) {
+  if (!(M->flags & FLAG_RACE)) return;
   if (c->exited) { exits_early(M, c, agent, pc); return; }
   if (!c->incoming) c->incoming = calloc((size_t)M->cap, sizeof(cell_clock));
   if (clock > c->incoming[agent].clock) c->incoming[agent] = (cell_clock){clock, (u32)pc};
+}
+/* The same for an operation of ``w``, unless the CTA is its own. */
+void incoming(machine *M, warp *w, cta *c, i32 agent, i32 clock, i32 pc) {
+  if (c != w->cta) core_arrival(M, c, agent, clock, pc);
 }
 EXPORT void core_incoming(machine *M, warp *w, cta *c, i32 agent, i32 clock, i32 pc) {
   incoming(M, w, c, agent, clock, pc);

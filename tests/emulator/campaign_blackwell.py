@@ -145,7 +145,8 @@ def _reason_of_prefill(fault: Fault, kernel: Kernel) -> str:
         return "ptxas itself waits for registers of a load; that they are only moved is no fault in strict mode"
     if fault.kind == "drop mbarrier wait":
         every, last_copy = [group[0].pc for group in waits(kernel)], places(kernel, "cp.async.bulk.tensor")[-1]
-        if pc == next(wait for wait in every if wait > places(kernel, "tcgen05.commit")[-1]):
+        is_pair = bool(places(kernel, "barrier.cluster"))  # whose last commit may be for Q
+        if not is_pair and pc == next(wait for wait in every if wait > places(kernel, "tcgen05.commit")[-1]):
             return "what the waits behind it are for was committed later"
         if pc == max(wait for wait in every if wait < last_copy):
             return "both stages of Q are given back behind the same products, and the first has been waited for"
@@ -177,9 +178,6 @@ def _reason_of_pairs(fault: Fault, kernel: Kernel) -> str:
         keyless = _next(kernel, pc, ("tcgen05",)).startswith("tcgen05.commit")
         if is_relayed and not keyless and _precedes_scores(kernel, pc):
             return "the relay tells of Q before it tells of K, which the leader waits for too"
-        follows = _next(kernel, fault.sites[-1], signals)
-        if pc > places(kernel, "tcgen05.commit")[-1] and follows.startswith("mbarrier.try_wait"):
-            return "the products that the waits behind it are for were committed later"
     return ""
 
 

@@ -92,6 +92,17 @@ def test_a_cluster_barrier_covers_only_what_the_peer_has_done_itself(kind, enoug
             run_pair(INIT + REMOTE[kind] + MEET)
 
 
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_commit_to_both_ctas_arrives_at_one_first(alone):
+    """A CTA does not learn of its own arrival from the other CTA, which has waited for the one there."""
+    commit = "mov.b16 %h1, 3; @%p3 tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster"
+    body = INIT + commit + ".b64 [%r1], %h1;" + WAIT.replace("@%p2 bra LEAVE; ", "{}") + MEET
+    run_pair(body.format(""))
+    skip = f"setp.eq.u32 %p5, %r2, {alone}; @!%p5 bra LEAVE; "
+    with pytest.raises(Hazard, match=f"exit: the CTA of rank {1 - alone} may exit before work of tcgen05.commit"):
+        run_pair(body.format(skip))
+
+
 def test_a_cta_whose_shared_memory_is_read():
     out = empty(32)
     read = "@!%p2 bra READ; ld.shared::cluster.b32 %r9, [%r3]; READ: "
