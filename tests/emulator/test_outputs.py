@@ -60,7 +60,7 @@ def test_a_difference_shows(recording, tmp_path):
 OTHERS = [
     ("causal=True", "has no case"),
     ('causal=True": "', "has other inputs"),
-    ('"kernels": "sm_9', "has other kernels"),
+    ('"kernels": "sm_9', "is not of the kernels of"),
 ]
 
 
