@@ -136,7 +136,7 @@ def test_own_partials_are_combined(
 @pytest.mark.parametrize(
     ("ctas", "heads", "q_lens", "top_k", "kind"),
     [
-        (4, 128, [2, 0, 1], 68, "gaps"),
+        (4, 128, [2, 0, 1], 68, "distinct"),
         (7, 128, [1, 2], 400, "any"),
         (9, 256, [1, 1], 132, "any"),
         (2, 256, [2], 68, "any"),

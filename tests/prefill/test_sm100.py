@@ -182,7 +182,11 @@ def test_requests_alone_are_what_they_are_in_a_batch(kind: type[Batch], head_dim
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("repeats", [1, 4])
-@pytest.mark.parametrize(("head_dim", "sms"), [(128, 1), (256, 1), (256, 6)], ids=["single", "pair", "three pairs"])
+@pytest.mark.parametrize(
+    ("head_dim", "sms"),
+    [(128, 1), (256, 1), (256, 2), (256, 6)],
+    ids=["single", "pair on one SM", "pair", "three pairs"],
+)
 @pytest.mark.parametrize("schedule", ["late", "priority"])
 def test_work_tiles_follow_each_other_in_a_cta(
     schedule: str, head_dim: int, sms: int, repeats: int, monkeypatch: pytest.MonkeyPatch

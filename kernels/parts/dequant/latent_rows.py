@@ -68,16 +68,11 @@ class LatentRowFormat:
             first_scale=first // SCALE_COLUMNS,
         )
 
-    def dequantized(self, words: list, scale) -> tuple[list, list]:
-        """Dequantize 16 bytes to two vectors. In shared memory they differ in the lowest bit of a vector index."""
-        wide = [w for word in words for w in dequantized_words(self.kind, self.dtype, word, scale)]
-        return wide[:4], wide[4:]
-
     def store(self, place, words: list, scale) -> None:
-        """Dequantize 16 bytes and store their two result vectors."""
-        first, second = self.dequantized(words, scale)
-        copy.store_shared(place, first)
-        copy.store_shared(place ^ copy.VECTOR_BYTES, second)
+        """Dequantize 16 bytes and store their two result vectors, which differ in the lowest bit of a vector index."""
+        wide = [w for word in words for w in dequantized_words(self.kind, self.dtype, word, scale)]
+        copy.store_shared(place, wide[:4])
+        copy.store_shared(place ^ copy.VECTOR_BYTES, wide[4:])
 
 
 @dataclass
