@@ -34,9 +34,13 @@ def arrive_at(barrier, cta) -> None:
 
 
 def store_async(address, words, barrier) -> None:
-    """Store four words at a cluster address. They complete 16 bytes of a phase of ``barrier``, in the same CTA."""
+    """Store one, two or four words at a cluster address. They complete their bytes of a phase of ``barrier``, in the
+    same CTA."""
+    count = len(words)
+    places = ", ".join(f"{{$r{2 + i}}}" for i in range(count))
+    kind, value = (f".v{count}.b32", f"{{{places}}}") if count > 1 else (".b32", places)
     ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}, [{$r1}];",
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes{kind} [{{$r0}}], {value}, [{{$r1}}];",
         address,
         barrier,
         *words,

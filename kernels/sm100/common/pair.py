@@ -9,6 +9,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
+from hopwell.kernels.parts.core import cluster
 from hopwell.kernels.parts.core.device import device_struct, ptx, shared_address
 from hopwell.kernels.parts.core.pipeline import Ring
 from hopwell.kernels.sm100.common import tmem
@@ -54,14 +55,8 @@ SENT_BYTES = 4
 def send(address, word, barrier) -> None:
     """Store a word in the shared memory of the CTA that is not the leader. It completes SENT_BYTES of a phase of
     ``barrier`` there."""
-    ptx(
-        f"{{ .reg .b32 at, there; mapa.shared::cluster.u32 at, {{$r0}}, {1 - LEADER}; "
-        f"mapa.shared::cluster.u32 there, {{$r2}}, {1 - LEADER}; "
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [at], {$r1}, [there]; }",
-        address,
-        word,
-        shared_address(barrier),
-    )
+    at, there = (cluster.address_in(1 - LEADER, place) for place in (address, shared_address(barrier)))
+    cluster.store_async(at, [word], there)
 
 
 def release_to_both(ring, step) -> None:
