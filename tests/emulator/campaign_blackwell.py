@@ -235,9 +235,20 @@ def _reason_of_mla(fault: Fault, kernel: Kernel) -> str:
             return "the first row of a share is 0 here, and an earlier share in its slot had the same counts"
     if fault.kind == "drop tcgen05.fence" and max(places(kernel, "tcgen05.ld")) < pc < products[-1]:
         return "the mma warp has one fence behind the waits of a step and another before each of its products"
-    if fault.kind == "drop mbarrier wait" and follows.startswith("mbarrier.try_wait"):
-        if pc < products[0]:
+    if fault.kind == "drop mbarrier wait":
+        if pc < products[0] and follows.startswith("mbarrier.try_wait"):
             return "the relay tells of Q before it tells of K, which the leader waits for too"
-        if pc > places(kernel, "tcgen05.commit")[-1]:
-            return "a stage was released before O was complete, which correction waits for"
+        if is_repeated_before_effects(kernel, fault.sites[-1]):
+            return "the place of the next work tile is computed earlier, but a work tile is posted when there is room"
     return ""
+
+
+def is_repeated_before_effects(kernel: Kernel, pc: int) -> bool:
+    """Whether a wait ends a loop that waits for the same barrier again before it writes memory or signals."""
+    back = next((i for i in kernel.instrs[pc + 1 :] if i.parts[0] == "bra" and -1 < i.target < pc), None)
+    if back is None:
+        return False
+    following = [*kernel.instrs[pc + 1 : back.pc], *kernel.instrs[back.target : pc]]
+    effects = ("st", "atom", "red", "cp", "tcgen05", "fence", "bar", "barrier", "mbarrier", "ld.shared")
+    again = next((i for i in following if i.op.startswith(effects)), None)
+    return again is not None and again.op.startswith("mbarrier.try_wait") and again.args[1] == kernel.instrs[pc].args[1]

@@ -12,7 +12,7 @@ from helpers.device.ptx import empty, module_text, run_ptx
 from hopwell import emulator
 from hopwell.emulator.ptx import parse_module
 from hopwell.emulator.tools.campaign import Campaign, run_campaign, summary
-from hopwell.emulator.tools.faults import faults
+from hopwell.emulator.tools.faults import faults, waits
 from tests.emulator import campaign_blackwell, campaign_blackwell_decode, campaign_prefill, campaign_sm120
 
 # Warp 0 hands 32 numbers to warp 1, which doubles them. The second bar.sync orders nothing.
@@ -232,6 +232,34 @@ def test_a_wait_before_its_registers_are_accessed(between: str) -> None:
 def test_a_wait_that_others_may_rely_on(parts: dict[str, str]) -> None:
     """Others may overwrite tensor memory, or another load may be without a wait, so no rule covers the first wait."""
     assert reasons_of_waits(**parts)[-2:] == [False, False]
+
+
+# A warp waits for room in a queue at the end of each round, and again before it posts.
+ROUNDS = """
+    mov.u32 %r1, smem; mov.u32 %r2, 0; ROUND: add.u32 %r2, %r2, 1; setp.eq.u32 %p3, %r2, 9; @%p3 bra POST; {between}
+    POST: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra POST; st.shared.b32 [%r1+8], %r2;
+    {apart} ROOM: mbarrier.try_wait.parity.shared.b64 %p1, [{room}], 0; @!%p1 bra ROOM; {behind}
+    setp.lt.u32 %p2, %r2, 4; @%p2 bra ROUND;
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "repeated"),
+    [
+        ({}, [False, True]),
+        (dict(between="ld.global.b32 %r3, [%a0];"), [False, True]),
+        (dict(between="st.global.b32 [%a0], %r2;"), [False, False]),
+        (dict(behind="mbarrier.arrive.shared.b64 _, [%r1+16];"), [False, False]),
+        (dict(room="%r1+16"), [False, False]),
+    ],
+    ids=str,
+)
+def test_a_wait_that_a_post_repeats(parts: dict[str, str], repeated: list[bool]) -> None:
+    apart = "add.u32 %r4, %r2, 1;" * 12  # neighbours with one barrier are one wait
+    text = ROUNDS.format(apart=apart, **dict(between="", behind="", room="%r1") | parts)
+    kernel = parse_module(module_text(text, [8], shared=24, target="sm_100a"))["k"]
+    found = [campaign_blackwell.is_repeated_before_effects(kernel, group[-1].pc) for group in waits(kernel)]
+    assert found == repeated
 
 
 def test_reasons_and_kinds():
