@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import replace
 
+from hopwell.kernels.config.base import CTAS
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.sm100.common.resources import CTAS
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
 from hopwell.perf.blackwell_rates import MMA_DEPTH_BYTES
 from hopwell.perf.model import FACTOR_BYTES, PrefillLoop

@@ -97,6 +97,7 @@ class Traits(NamedTuple):
 MOST = 256  # rows or keys of a tile: rows of a TMA box, and columns of a matrix instruction
 MAX_BOX_ROWS = 64  # taller boxes are no faster (H200, 2026-11-21), and fewer sizes mean fewer kernels
 MIN_BOX_ROWS = 8  # a swizzle atom: a box of all columns needs whole atoms
+CTAS = 2  # of a cluster: pairs share matrix instructions, or dequantized keys
 # Work tiles that a CTA holds beyond the current one, and that another CTA could start instead. With three stages, the
 # mean SM was busy for 82 % of P8 (2 x 4096 tokens, head dim 256), which took 18 % longer (H200, 2026-11-22).
 WORK_STAGES = 1

@@ -11,6 +11,7 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.config.base import (
+    CTAS,
     DTYPES,
     E4M3_DTYPES,
     QUERY_DTYPES,
@@ -175,7 +176,7 @@ class MlaConfig(PartitionedConfig, KernelConfig):
 
     @property
     def cluster_ctas(self) -> int:
-        return 2 if self.shares_dequant else 1
+        return CTAS if self.shares_dequant else 1
 
     @property
     def work_tile_ctas(self) -> int:

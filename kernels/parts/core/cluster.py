@@ -3,10 +3,9 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
+from hopwell.kernels.config.base import CTAS
 from hopwell.kernels.parts.core.device import device_struct, ptx, shared_address
 from hopwell.kernels.parts.core.pipeline import Ring
-
-PAIR = 2  # CTAs of a cluster
 
 
 def rank() -> Int32:
@@ -71,5 +70,5 @@ class ClusterRing(Ring):
 
     @cute.jit
     def release(self, step) -> None:
-        if cute.arch.lane_idx() < PAIR:
+        if cute.arch.lane_idx() < CTAS:
             arrive_at(self.empty + self.stage(step), cute.arch.lane_idx())

@@ -9,11 +9,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
+from hopwell.kernels.config.base import CTAS
 from hopwell.kernels.parts.core import cluster
 from hopwell.kernels.parts.core.device import device_struct, ptx, shared_address
 from hopwell.kernels.parts.core.pipeline import Ring
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.common.resources import CTAS
 
 BOTH = 3  # mask of the CTAs of a pair
 LEADER = 0  # rank of the CTA that issues products

@@ -12,8 +12,6 @@ TENSOR_MEMORY_COLUMNS = min(ARCHITECTURES[arch].tensor_memory_columns for arch i
 
 BOX_TENSOR_COLUMNS = 32  # of rows of 128 bytes, as operand A
 
-CTAS = 2  # of a pair, whose CTAs share matrix instructions
-
 
 class Role(NamedTuple):
     """Consecutive warps that run the same code."""

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile, Traits
+from hopwell.kernels.config.base import BLOCK_COLUMNS, CTAS, KvType, Tile, Traits
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.config.splitting import ALIGNMENT, LATENT_SWAP_AB_ROWS, LaunchSizes, cta_part_slots
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.sm100.common.resources import (
     BOX_TENSOR_COLUMNS,
-    CTAS,
     TENSOR_MEMORY_COLUMNS,
     Columns,
     Role,

@@ -5,11 +5,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
+from hopwell.kernels.config.base import CTAS
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import cluster
 from hopwell.kernels.sm90.mla.partition import LIST_ATTEND_LOADS, CtaParts, RequestSplits
-from hopwell.kernels.sm100.common.resources import CTAS
 
 
 class PairParts(CtaParts):

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS, MOST, KvType, Tile, Traits, dims_names, rounded_up
+from hopwell.kernels.config.base import BLOCK_COLUMNS, CTAS, MOST, KvType, Tile, Traits, dims_names, rounded_up
 from hopwell.kernels.config.layout import OperandLayout, PrefillLayout
 from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.masks import MaskEnum
 from hopwell.kernels.problem import AttentionProblem, ScoreKind
-from hopwell.kernels.sm100.common.resources import CTAS, Columns, Role, RoleTable
+from hopwell.kernels.sm100.common.resources import Columns, Role, RoleTable
 from hopwell.kernels.support import COMMON_HEAD_DIMS, RARE_HEAD_DIMS, REGISTER_HEAD_DIMS
 
 Q_TILES = 2  # of a work tile: in one CTA, where softmax of one overlaps the products of the other, or one in each CTA

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config.base import TileShape
+from hopwell.kernels.config.base import CTAS, TileShape
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.parts.core import cluster, copy
@@ -25,7 +25,6 @@ from hopwell.kernels.sm90.common.dequant import Conversion
 from hopwell.kernels.sm90.common.kernel import kv_edges_in_place, loading_ring
 from hopwell.kernels.sm100.common import pair, tmem
 from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing, RelayRing
-from hopwell.kernels.sm100.common.resources import CTAS
 from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS, S_STAGES, Sm100PrefillConfig
 from hopwell.kernels.sm100.prefill.correction import Correction
 from hopwell.kernels.sm100.prefill.pairs import PairProducts, PairSchedule, Relay

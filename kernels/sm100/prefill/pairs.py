@@ -7,12 +7,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from hopwell.kernels.config.base import CTAS
 from hopwell.kernels.parts.core.device import device_struct, shared_array
 from hopwell.kernels.parts.partition.tiles import WorkQueue, draw_ticket, hand_back_tickets
 from hopwell.kernels.sm100.common import pair, tmem
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, issue
 from hopwell.kernels.sm100.common.pair import LeaderRing, PairRing
-from hopwell.kernels.sm100.common.resources import CTAS
 from hopwell.kernels.sm100.prefill.config import HALVES, Q_TILE_ROWS
 from hopwell.kernels.sm100.prefill.schedule import LoadingSchedule
 

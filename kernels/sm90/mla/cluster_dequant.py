@@ -12,12 +12,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.config.base import BLOCK_COLUMNS, CTAS
 from hopwell.kernels.elements import HALFWORD_BYTES, SCALE_COLUMNS
 from hopwell.kernels.hardware import CACHE_LINE_BYTES, LANES
 from hopwell.kernels.hardware import WARPS as WARPGROUP_WARPS
 from hopwell.kernels.parts.core import cluster, copy
-from hopwell.kernels.parts.core.cluster import PAIR
 from hopwell.kernels.parts.core.copy import ATOM_ROWS
 from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.pipeline import Edge, Reader, Roles
@@ -175,7 +174,7 @@ class ClusterLoads(LatentLoads):
 
     @property
     def roles(self) -> dict[str, int]:
-        consumers = PAIR * WARPGROUP_WARPS * self.kernel.config.consumer_warpgroups
+        consumers = CTAS * WARPGROUP_WARPS * self.kernel.config.consumer_warpgroups
         return {"dequantize": WARPS, "schedule": 1, "attend of both": consumers}
 
     def edges(self, roles: Roles, reader: Reader, consumer: str = "attend") -> list[Edge]:
@@ -190,7 +189,7 @@ class ClusterLoads(LatentLoads):
     def _halves(self, operands, tile, shared, warp) -> list[HalfKeys]:
         """Return both halves of this CTA's share of the keys of a work tile."""
         to_peer = cluster.address_in(cluster.rank() ^ 1, shared[0]) - shared[0]
-        sources = self._shares(operands, tile, shared, cluster.rank(), PAIR)
+        sources = self._shares(operands, tile, shared, cluster.rank(), CTAS)
         begin = sources[0].row_format.to_scales
         assert all(source.row_format.eight_bit_blocks == BLOCKS for source in sources)
         return [HalfKeys(source, begin - source.row_format.to_scales, warp, to_peer) for source in sources]
