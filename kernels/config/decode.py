@@ -145,8 +145,7 @@ class PartitionedConfig:
         Each KV head has ``row_tiles``.
         """
         if self.has_tree:
-            tiles, ctas = sizes.kv_heads * row_tiles, sizes.sms * self.ctas_per_sm
-            return node_slots(self.rows, tiles, sizes.columns, ctas, self.splitting_bytes)
+            return node_slots(self.rows, sizes.kv_heads * row_tiles, sizes.columns, sizes.sms, self.ctas_per_sm)
         return replace(sizes, latent=self.family is Family.MLA, by_cta_parts=self.has_cta_parts).slots
 
     def counter_ints(self: Any, slots: int) -> int:
@@ -228,7 +227,7 @@ class DecodeConfig(PartitionedConfig, KernelConfig):
     @property
     def smem_levels(self) -> int:
         """Number of levels of the tree that are in shared memory."""
-        return shared_levels(self.rows, self.head_dim_v, self.splitting_bytes)
+        return shared_levels(self.rows, self.head_dim_v, self.ctas_per_sm)
 
     @property
     def accumulated_levels(self) -> int:

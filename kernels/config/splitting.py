@@ -161,9 +161,9 @@ def node_bytes(rows: int, columns: int) -> int:
     return rows * (4 * _padded(columns) + 32)
 
 
-def shared_levels(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
+def shared_levels(rows: int, columns: int, ctas_per_sm: int = 1) -> int:
     """Return the levels of the tree in shared memory."""
-    return MOST_NODES_BYTES // ctas_per_sm(rows, columns, element_bytes) // node_bytes(rows, columns)
+    return MOST_NODES_BYTES // ctas_per_sm // node_bytes(rows, columns)
 
 
 def fan_in_bits(columns: int) -> int:
@@ -178,31 +178,36 @@ def gmem_levels(leaf: int, capacity: int, in_smem: int) -> int:
     return max((leaves - 1).bit_length() - in_smem, 0)
 
 
-def share_subtrees(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
+def share_subtrees(rows: int, columns: int, ctas_per_sm: int = 1) -> int:
     """Count the subtrees in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
     most = MOST_SUBTREES if columns <= MOST_TREE_COLUMNS else MOST_LARGE_NODE_SUBTREES
-    subtrees = min(SUBTREES_BYTES // node_bytes(rows, columns), most) // ctas_per_sm(rows, columns, element_bytes)
-    return power_of_two_in(subtrees)
+    return power_of_two_in(min(SUBTREES_BYTES // node_bytes(rows, columns), most) // ctas_per_sm)
 
 
-def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = HALFWORD_BYTES) -> int:
+def node_slots(rows: int, row_tiles: int, columns: int, sms: int, ctas_per_sm: int = 1) -> int:
     """Return the slots for nodes that several CTAs combine.
 
     Each subtree has two, and so has the last one of each of the ``row_tiles`` of all KV heads.
     """
-    return 2 * ((share_subtrees(rows, columns, element_bytes) + 1) * ctas + row_tiles)
+    return 2 * ((share_subtrees(rows, columns, ctas_per_sm) + 1) * sms * ctas_per_sm + row_tiles)
 
 
-def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, tiled: bool = False) -> int:
+def tree_bytes(
+    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, tiled: bool = False, most_ctas: int = 0
+) -> int:
     """Return the bytes of scratch for the tree of a launch of up to ``rows`` rows, see :func:`scratch_bytes`."""
 
-    def of(tile: int, width: int, size: int) -> int:
-        in_smem = LEAST_SMEM_LEVELS if tiled else shared_levels(tile, width, size)
+    def of(tile: int, width: int, size: int, ctas: int) -> int:
+        in_smem = LEAST_SMEM_LEVELS if tiled else shared_levels(tile, width, ctas)
         # Ragged drafts have leaves as short as with the fewest rows.
         in_gmem, tiles = gmem_levels(leaf_tokens(SWAP_AB_ROWS[0], width, size, tiled), capacity, in_smem), 1
         if tiled or tile == ROWS:  # more rows take more tiles
             tiles = -(-rows // tile)
-        return _nodes_bytes(tile, kv_heads * tiles, width, sms * ctas_per_sm(tile, width, size), in_gmem, size)
+        return _nodes_bytes(tile, kv_heads * tiles, width, sms, in_gmem, ctas)
+
+    def ctas(tile: int, width: int, size: int) -> range:
+        least = ctas_per_sm(tile, width, size)
+        return range(least, max(least, most_ctas if tile == SWAP_AB_ROWS[0] else 0) + 1)
 
     def tiles(width: int, size: int) -> list[int]:
         all_rows = tree_rows(width, size, tiled)
@@ -210,7 +215,8 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
         return [m for m in all_rows if m <= most]
 
     widths = range(BLOCK_COLUMNS, min(_padded(columns), MOST_TILED_COLUMNS) + 1, BLOCK_COLUMNS)
-    return max(of(m, width, size) for width in widths for size in CTAS_PER_SM for m in tiles(width, size))
+    kinds = [(m, width, size) for width in widths for size in CTAS_PER_SM for m in tiles(width, size)]
+    return max(of(*kind, each) for kind in kinds for each in ctas(*kind))
 
 
 def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
@@ -220,12 +226,11 @@ def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> 
     return max(_nodes_bytes(LATENT_SWAP_AB_ROWS, row_tiles, width, sms, in_gmem) for width in widths)
 
 
-def _nodes_bytes(
-    rows: int, row_tiles: int, columns: int, ctas: int, in_gmem: int, element_bytes: int = HALFWORD_BYTES
-) -> int:
+def _nodes_bytes(rows: int, row_tiles: int, columns: int, sms: int, in_gmem: int, ctas_per_sm: int = 1) -> int:
     """Count the bytes of the nodes that several CTAs combine, and of the ``in_gmem`` levels that each CTA has in
     memory."""
-    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + in_gmem * ctas) * node_bytes(rows, columns)
+    slots = node_slots(rows, row_tiles, columns, sms, ctas_per_sm)
+    return (slots + in_gmem * sms * ctas_per_sm) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int, warpgroups: int = 1) -> int:
@@ -301,9 +306,10 @@ class LaunchSizes:
         return max(self.needed_slots * slot_bytes(rows, self.columns, self.latent), COMFORTABLE_BYTES)
 
 
-def scratch_bytes(sizes: LaunchSizes, tiled: bool = False) -> int:
+def scratch_bytes(sizes: LaunchSizes, tiled: bool = False, most_ctas: int = 0) -> int:
     """Return the bytes of scratch of a launch of ``sizes``. It is ``tiled`` if the kernel has a tree for each tile of
-    few rows, for any number of rows.
+    few rows, for any number of rows. Kernels for the fewest rows may have up to ``most_ctas`` CTAs on an SM, if these
+    are more than :func:`ctas_per_sm`.
 
     The result is enough for smaller launches as well. It is therefore not rounded to whole slots.
     """
@@ -311,7 +317,7 @@ def scratch_bytes(sizes: LaunchSizes, tiled: bool = False) -> int:
     if sizes.latent:
         tree = latent_tree_bytes(kv_heads * -(-rows // LATENT_SWAP_AB_ROWS) if tiled else kv_heads, *common)
     else:
-        tree = tree_bytes(rows, kv_heads, *common, tiled)
+        tree = tree_bytes(rows, kv_heads, *common, tiled, most_ctas)
     if tiled:
         return tree + ALIGNMENT
     return max(sizes.partial_bytes(slot_rows(rows, sizes.latent, sizes.tile_rows)), tree) + ALIGNMENT

@@ -117,7 +117,7 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
     configs = {config.name: config for family in (Family.DECODE, Family.MLA) for config in shipped("sm_120a", family)}
     for config, kv_heads, tiles, sms in itertools.product(configs.values(), (1, 8), (1, 2, 17), (4, 188)):
         rows, columns, latent = config.rows * tiles, config.head_dim_v, config.family is Family.MLA
-        slots = node_slots(config.rows, kv_heads * tiles, columns, sms * config.ctas_per_sm, config.kv_bytes)
+        slots = node_slots(config.rows, kv_heads * tiles, columns, sms, config.ctas_per_sm)
         levels = gmem_levels(config.leaf_tokens, capacity, config.smem_levels) * sms * config.ctas_per_sm
         found = scratch_bytes(LaunchSizes(rows, kv_heads, columns, capacity, sms, latent), tiled=True)
         assert found >= (slots + levels) * node_bytes(config.rows, columns) + ALIGNMENT
@@ -127,13 +127,13 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
 def test_scratch_holds_the_trees_of_hopper(capacity: int) -> None:
     """Scratch does not know the type of a cache. It suffices for each type, and for problems of more rows."""
     trees = [c for c in shipped("sm_90a", Family.DECODE) if c.has_tree]
-    kinds = {(c.rows, c.head_dim_v, c.kv_bytes, c.ctas_per_sm, c.leaf_tokens, c.smem_levels) for c in trees}
-    assert {(16, 128, 1, 2), (32, 128, 1, 1), (8, 512, 1, 1)} <= {kind[:4] for kind in kinds}
+    kinds = {(c.rows, c.head_dim_v, c.ctas_per_sm, c.leaf_tokens, c.smem_levels) for c in trees}
+    assert {(16, 128, 2), (32, 128, 1), (8, 512, 1)} <= {kind[:3] for kind in kinds}
     for kind, kv_heads, tiles, sms in itertools.product(kinds, (1, 8), (1, 2, 17), (4, 132)):
-        rows, columns, size, ctas, leaf, in_smem = kind
+        rows, columns, ctas, leaf, in_smem = kind
         if tiles > 1 and rows < ROWS:
             continue
-        slots = node_slots(rows, kv_heads * tiles, columns, sms * ctas, size)
+        slots = node_slots(rows, kv_heads * tiles, columns, sms, ctas)
         nodes = slots + gmem_levels(leaf, capacity, in_smem) * sms * ctas
         for bound in (rows * tiles, 2 * ROWS * tiles):
             found = scratch_bytes(LaunchSizes(bound, kv_heads, columns, capacity, sms))

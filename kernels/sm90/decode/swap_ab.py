@@ -154,7 +154,7 @@ class SwapABTree:
 
     def schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> StreamKSchedule:
         c = self.config
-        subtrees = share_subtrees(self.tile.m, c.head_dim_v, c.splitting_bytes)
+        subtrees = share_subtrees(self.tile.m, c.head_dim_v, c.ctas_per_sm)
         resident = RESIDENT_BYTES // (c.leaf_tokens * HALFWORD_BYTES * sum(c.layout.kv_dims))
         sizes = (self.tile.m, c.leaf_tokens, subtrees, resident, c.accumulated_levels)
         return self.schedule_type(geometry, addresses, mask, *sizes)
