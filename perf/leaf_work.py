@@ -18,7 +18,7 @@ from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.jit.toolchain import artifact
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100.common.accumulators import MMA_ROWS
-from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
+from hopwell.kernels.sm100.decode.config import PAIR, Sm100DecodeConfig
 from hopwell.kernels.support import TYPES_16BIT, TYPES_FP8
 from hopwell.perf.blackwell_rates import MMA_DEPTH_BYTES, Rates
 from hopwell.perf.decode_workloads import Decode
@@ -39,32 +39,35 @@ class Leaf:
     Attributes:
         parts: up to the wait for S, up to the wait for O, up to the node, and the tree of nodes.
         bursts: products of S and of O, of all tiles of the leaf.
-        tiles: of the leaf.
-        buffers: of operand A in tensor memory, 0 if it is in shared memory. With one buffer, a tile is dequantized when
-            the products of the tile before it are done.
+        turns: parts of the leaf whose products are issued together: tiles, or pairs of dequantized tiles.
+        buffers: of operand A in tensor memory, 0 if it is in shared memory. With one buffer, a pair of tiles is
+            dequantized when the products of the pair before it are done.
         leaves_of_node: leaves that are added up before the tree.
         scores_ahead: whether the products of the next leaf's S follow the products of this leaf's O at once. The warps
             have S in registers by then. The first part is then the issue of these products, and the second one begins
             with the wait for S.
+        issued_elsewhere: instructions of ``parts`` that a warp does not execute because another warp issues these
+            products.
     """
 
     parts: tuple[Sequence[Sass], ...]
     bursts: tuple[Mma, Mma]
     warpgroups: int
     leaves_of_node: int
-    tiles: int = 1
+    turns: int = 1
     buffers: int = 0
     scores_ahead: bool = False
+    issued_elsewhere: int = 0
 
     def busy(self, rates: Rates) -> Busy:
-        """Return the units of the sub-partition whose warps issue the products."""
+        """Return the units of the sub-partition whose warps issue most products."""
         *before, tree = self.parts
         code = list(itertools.chain(*before))
         lanes = WARPGROUP * self.warpgroups
         results, of_tree, share = sass_results(code), sass_results(tree), 1 / self.leaves_of_node
         return Instructions(
             {unit: lanes * (results[unit] + share * of_tree[unit]) for unit in {*results, *of_tree}},
-            issue=self.warpgroups * (len(code) + share * len(tree)),
+            issue=self.warpgroups * (len(code) + share * len(tree)) - self.issued_elsewhere,
         ).busy(rates)
 
     def latency(self, rates: Rates) -> float:
@@ -85,10 +88,10 @@ class Leaf:
     def _multiplied(self, times: Sequence[float], code: Sequence[Sass], burst: Mma, signal: float) -> float:
         """Return when the products of all tiles are done."""
         issued = [time for time, one in zip(times, code, strict=True) if one.root == "UTCHMMA"]
-        tile = burst.count * burst.interval / self.tiles
-        waits, done = (tile + signal if self.buffers == 1 else 0.0), 0.0
-        for i, time in enumerate(issued[:: max(len(issued) // self.tiles, 1)]):
-            done = max(done, time + i * waits) + tile
+        turn = burst.count * burst.interval / self.turns
+        waits, done = (turn + signal if self.buffers == 1 else 0.0), 0.0
+        for i, time in enumerate(issued[:: max(len(issued) // self.turns, 1)]):
+            done = max(done, time + i * waits) + turn
         return done
 
 
@@ -112,12 +115,12 @@ def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
     def of(begin: int, end: int) -> list[int]:
         return [i for i in path if begin <= i < end]
 
-    # The warpgroups share the tiles that they dequantize. One issues the products of 16-bit tiles.
-    own_tiles = config.leaf_tiles // (config.consumer_warpgroups if config.operand_buffers else 1)
+    # A warpgroup dequantizes all pairs of tiles of a leaf, in a loop, or one of two. One issues all products.
+    turns = config.products_of_blocks[0]
 
     def with_products(begin: int, products: Loop, end: int) -> list[int]:
         """Return the path with the products of all tiles."""
-        tiles = products.path * own_tiles
+        tiles = products.path * turns
         return [*of(begin, products.header), *tiles, *of(products.latch + 1, end)]
 
     def next_wait(products: Loop) -> int:
@@ -126,6 +129,8 @@ def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
     first_end, second_end = first.latch + 1 if scores_ahead else next_wait(first), next_wait(second)
     issued = with_products(whole.header, first, first_end), with_products(first_end, second, second_end)
     to_scores, to_output = reversed(issued) if scores_ahead else issued
+    # Over 16-bit caches, one warp issues S and O. Otherwise each has a warp of its own.
+    fewer = min(len(skipped(products.path, code, "UTCHMMA")) for products in (first, second)) * turns
     loaded = max(i for i in path if code[i].root == "LDTM")
     node = next(i for i in path if i > loaded and code[i].root == "BRA")
     tree = _without_stores(of(node, whole.latch + 1), code)
@@ -135,9 +140,10 @@ def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
         bursts(config),
         config.consumer_warpgroups,
         1 << config.accumulated_levels,
-        config.leaf_tiles,
+        turns,
         config.operand_buffers,
         scores_ahead,
+        fewer if config.operand_buffers else 0,
     )
 
 
@@ -157,11 +163,10 @@ def _without_stores(path: Sequence[int], code: Sequence[Sass]) -> list[int]:
 
 def bursts(config: Sm100DecodeConfig) -> tuple[Mma, Mma]:
     """Return the products of S and of O of a leaf."""
-    depth = MMA_DEPTH_BYTES // config.q_bytes
-    counts = config.layout.tile_dims[0] // depth, config.value_blocks * LEAF_TILE // depth
-    scores, values = (
-        Mma(config.leaf_tiles * count, MMA_ROWS, config.rows, config.operand_buffers > 0) for count in counts
-    )
+    depth, (of_scores, of_output) = MMA_DEPTH_BYTES // config.q_bytes, config.products_of_blocks
+    counts = of_scores * config.layout.tile_dims[0] // depth, of_output * config.leaf_tokens // depth
+    rows = MMA_ROWS * (PAIR if config.operand_buffers else 1)
+    scores, values = (Mma(count, rows, config.rows, config.operand_buffers > 0) for count in counts)
     return scores, values
 
 

@@ -106,7 +106,12 @@ def test_bits_are_those_of_hopper(config: Sm100DecodeConfig) -> None:
     problem = data.decode(page_size(config), mask, ragged=case.ragged, sinks=torch.linspace(-1.0, 2.0, data.heads))
     problem = replace(problem, out=problem.out.to(TORCH_DTYPES[config.out_dtype]))
     assert registry.resolve(problem, config.arch) == config
-    assert torch.equal(*both(problem, config.arch))
+    found, hopper = both(problem, config.arch)
+    if config.kv_type is not KvType.NVFP4:
+        assert torch.equal(found, hopper)
+    else:  # an instruction sums over other columns of K, so few results are rounded to the other side
+        assert (found != hopper).float().mean() < 0.01
+        torch.testing.assert_close(found.float(), hopper.float(), rtol=2 * torch.finfo(found.dtype).eps, atol=1e-4)
 
 
 @pytest.mark.parametrize("group", [8, 33])

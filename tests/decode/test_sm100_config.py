@@ -263,6 +263,18 @@ def test_scratch_and_slots(dims: int, rows: int, sms: int, arch: str, monkeypatc
             assert needed <= scratch_bytes(Family.DECODE, arch, LaunchSizes(bound, 2, dims, kv_len, sms)), bound
 
 
+def test_scratch_of_three_ctas() -> None:
+    """Three CTAs of an SM have fewer levels in shared memory, and more nodes in memory, than two."""
+    config = Sm100DecodeConfig("sm_100a", "bf16", "bf16", 128, 128, MaskKind.FULL, *PAGES16, KvType.NVFP4, 8)
+    for sms, kv_len in itertools.product((1, 4, 148), (1, 5000, 1 << 20)):
+        sizes = LaunchSizes(8, 2, 128, kv_len, sms)
+        levels = splitting.gmem_levels(config.leaf_tokens, kv_len, config.smem_levels)
+        nodes = config.slots(sizes, 1) + levels * 3 * sms
+        needed = nodes * node_bytes(8, 128) + splitting.ALIGNMENT
+        assert needed <= scratch_bytes(Family.DECODE, "sm_100a", sizes)
+    assert needed > splitting.scratch_bytes(sizes), "two CTAs would need less"
+
+
 def kernels(dims: tuple[int, int], kv_types: Sequence[KvType] = (*KV_TYPES, KvType.NVFP4)) -> list[Any]:
     """Return every kernel of head dims with drafts in bf16."""
     common = ("sm_100a", "bf16", "bf16", *dims)
@@ -285,19 +297,32 @@ class TestResources:
             assert len(c.registers) == 1 + c.consumer_warpgroups
 
     def test_tensor_memory(self, dims: tuple[int, int]) -> None:
-        """S of all tiles of a leaf comes first, then O, then dequantized tiles of each warpgroup. The columns of all
-        CTAs of an SM fit together."""
+        """S of a leaf comes first, then O, then pairs of dequantized tiles of each warpgroup. A product has two tiles
+        or blocks of V if they are dequantized. The columns of all CTAs of an SM fit together."""
         for kernel in kernels(dims):
             c = kernel.config
-            tile = max(-(-kernel.layout.tile_dims[0] // 64), -(-dims[1] // 64)) * 32
-            assert c.columns.widths["s"] == c.rows * c.leaf_tiles
-            assert c.columns.widths["o"] == c.rows * -(-dims[1] // 64)
-            assert c.columns.widths["a"] == c.operand_buffers * c.consumer_warpgroups * tile
+            of_product, blocks = 1 if c.kv_type is KvType.WIDE else 2, -(-dims[1] // 64)
+            pair = max(-(-kernel.layout.tile_dims[0] // 64), 2 * -(-blocks // 2)) * 32
+            assert c.columns.widths["s"] == c.rows * c.leaf_tiles // of_product
+            assert c.columns.widths["o"] == c.rows * -(-blocks // of_product)
+            assert c.columns.widths["a"] == c.operand_buffers * c.consumer_warpgroups * pair
             assert (c.operand_buffers == 0) == (c.kv_type is KvType.WIDE)
-            assert [c.columns.first(name) for name in ("s", "o")] == [0, c.rows * c.leaf_tiles]
-            assert c.columns.total <= c.allocated_columns < max(2 * c.columns.total, 33)
-            assert c.allocated_columns & (c.allocated_columns - 1) == 0
-            assert c.allocated_columns * c.ctas_per_sm <= TENSOR_MEMORY_COLUMNS
+            assert [c.columns.first(name) for name in ("s", "o")] == [0, c.columns.widths["s"]]
+            columns = [c.columns.total]
+            if len(c.allocations) > 1:
+                columns = [c.columns.first("a"), c.columns.widths["a"]]
+            for used, allocated in zip(columns, c.allocations, strict=True):
+                assert used <= allocated < max(2 * used, 33)
+                assert allocated & (allocated - 1) == 0
+            assert sum(c.allocations) * c.ctas_per_sm <= TENSOR_MEMORY_COLUMNS
+
+    def test_three_ctas_of_an_sm(self, dims: tuple[int, int]) -> None:
+        """Three CTAs share an SM with eight rows over NVFP4 caches, up to head dim 128."""
+        for kernel in kernels(dims):
+            c = kernel.config
+            few = c.kv_type is KvType.NVFP4 and c.rows == 8 and max(dims) <= 128
+            assert (c.ctas_per_sm == 3) == few
+            assert not few or (len(c.allocations), c.tile.kv_stages >= c.leaf_tiles) == (2, True)
 
     def test_edges(self, dims: tuple[int, int]) -> None:
         """S and O are full after one commit. A commit releases 16-bit K and V. The warps of one warpgroup release a
@@ -327,7 +352,7 @@ def test_edges_are_in_the_docstrings() -> None:
 
 def test_more_columns_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sm100DecodeConfig, "leaf_tiles", 8)
-    with pytest.raises(ValueError, match="1 CTAs of an SM have 512 columns of tensor memory each, not 640"):
+    with pytest.raises(ValueError, match="1 CTAs of an SM have 512 columns of tensor memory each, not 1024"):
         replace(SHIPPED["sm_100a"][0], head_dim_qk=128, head_dim_v=128, rows=64, mask=MaskKind.FULL)
 
 

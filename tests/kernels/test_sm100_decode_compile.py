@@ -22,8 +22,13 @@ from tests.kernels import test_compile as compiled
 pytestmark = pytest.mark.compile
 
 of_each_kernel = pytest.mark.parametrize("config", COVERING_SM100_DECODE, ids=lambda config: config.name)
-MMA_DEPTH, MMA_ROWS = 16, 64  # elements that an instruction reduces over; keys, or columns of V
+MMA_DEPTH, MMA_ROWS = 16, 64  # elements that an instruction reduces over; keys, or columns of V, of a block
+PAIR = 2  # tiles of K, or blocks of V, of operand A in tensor memory
+LANE_SHIFT = 16  # of the lane in an address of tensor memory
+SECOND_HALF = 16 << LANE_SHIFT  # from the first to the last 16 lanes of a warp
+MOST_COLUMNS = 32  # of a load
 TYPES = {"fp16": 0, "bf16": 1}
+SUM = re.compile(r"\badd\.s32\s+(%r\d+), (%r\d+), (\d+);")
 
 
 class Product(NamedTuple):
@@ -56,47 +61,131 @@ def products(ptx: str) -> Counter[Product]:
     return Counter(Product.of(a, int(descriptor)) for a, descriptor in found)
 
 
-@of_each_kernel
-def test_products(config: Sm100DecodeConfig) -> None:
-    """A tile of keys takes an instruction for 16 columns of K, and four for 64 columns of V. The loops over tiles are
-    not unrolled. M is 64 keys or columns of V, and N is the rows of all warpgroups. V is M-major in shared memory.
-    Dequantized operands are in tensor memory, and products of each warpgroup's tile have code of their own."""
-    ptx = artifact(config).ptx.read_text()
-    assert not re.search(r"\bwgmma\.|\bmma\.sync", ptx)
+def of_keys(config: Sm100DecodeConfig) -> Counter[Product]:
+    """Return the instructions of a tile of K, or of a pair of dequantized tiles. A pair is 128 rows of operand A.
+
+    Loops over tiles are not unrolled. S of 16-bit caches has code of its own for a segment's first leaf."""
+    if config.kv_type is KvType.WIDE:
+        return Counter({of(config, MMA_ROWS): 2 * config.layout.depth[0] // MMA_DEPTH})
+    columns = -(-config.layout.tile_dims[0] // MMA_ROWS) * MMA_ROWS  # whole column blocks
+    return Counter({of(config, PAIR * MMA_ROWS): columns // MMA_DEPTH})
+
+
+def of_values(config: Sm100DecodeConfig) -> Counter[Product]:
+    """Return the instructions of V of a tile, or of a pair of dequantized tiles. They have 64 columns of V as rows, or
+    two times 64 dequantized ones. A last block that is alone has 64."""
+    blocks = -(-config.head_dim_v // MMA_ROWS)
+    of_tile = LEAF_TILE // MMA_DEPTH
+    if config.kv_type is KvType.WIDE:
+        return Counter({of(config, MMA_ROWS, m_major_a=True): blocks * of_tile})
+    pairs, alone = divmod(blocks, PAIR)
+    found = {of(config, PAIR * MMA_ROWS): PAIR * pairs * of_tile, of(config, MMA_ROWS): PAIR * alone * of_tile}
+    return +Counter(found)
+
+
+def of(config: Sm100DecodeConfig, m: int, m_major_a: bool = False) -> Product:
+    """Return an instruction with ``m`` rows. N is the packed rows of all warpgroups."""
     dequantizes = config.kv_type is not KvType.WIDE
     types = (TYPES["fp16" if dequantizes else config.dtype],) * 2
-    blocks, found = -(-config.head_dim_v // MMA_ROWS), products(ptx)
-    assert {(p.n, p.m, p.n_major_b, p.types) for p in found} == {(config.rows, MMA_ROWS, False, types)}
-    assert {p.a_in_tensor_memory for p in found} == {dequantizes}
-    of_values = blocks * LEAF_TILE // MMA_DEPTH
-    if dequantizes:  # whole column blocks of K
-        k_columns = -(-config.layout.tile_dims[0] // MMA_ROWS) * MMA_ROWS
-        assert [*found.values()] == [config.consumer_warpgroups * (k_columns // MMA_DEPTH + of_values)]
-    else:
-        of_keys = 2 * config.layout.depth[0] // MMA_DEPTH  # of a segment's first leaf, and of the next leaf
-        assert {p.m_major_a: count for p, count in found.items()} == {False: of_keys, True: of_values}
+    return Product(dequantizes, config.rows, m, m_major_a, False, types)
 
 
 @of_each_kernel
-def test_tensor_memory(config: Sm100DecodeConfig) -> None:
-    """The kernel allocates its columns once, and frees as many. A leaf loads S once and O once, as 16 lanes of each
-    warp. Warps store dequantized tiles in the order of wgmma's operand A."""
+def test_products(config: Sm100DecodeConfig) -> None:
+    """16-bit operands are in shared memory, V as M-major operand A. Dequantized operands are in tensor memory. The
+    pairs of tiles of both warpgroups share the code of their products."""
     ptx = artifact(config).ptx.read_text()
-    for instruction in ("alloc", "dealloc"):
-        found = re.findall(rf"\btcgen05\.{instruction}\b.*, (\d+);", ptx)
-        assert found == [str(config.allocated_columns)], instruction
-    loads = re.findall(r"\btcgen05\.ld\.sync\.aligned\.(\w+)\.x(\d+)\.b32", ptx)
-    warpgroups, products = config.consumer_warpgroups, config.leaf_tiles + config.value_blocks
-    assert {shape for shape, _ in loads} == {"16x256b"}
-    assert sum(8 * int(count) for _, count in loads) == config.rows // warpgroups * products
-    # The rows of a warpgroup are some columns of each product.
-    assert ptx.count("tcgen05.wait::ld") == (2 if warpgroups == 1 else products)
+    assert not re.search(r"\bwgmma\.|\bmma\.sync", ptx)
+    assert products(ptx) == of_keys(config) + of_values(config)
+
+
+@of_each_kernel
+def test_allocations(config: Sm100DecodeConfig) -> None:
+    """The kernel makes each allocation once, keeps their addresses in neighbouring words, and frees them."""
+    ptx = artifact(config).ptx.read_text()
+    taken = re.findall(r"\btcgen05\.alloc\.\S+ \[%r\d+ \+ (\d+)\], (\d+);", ptx)
+    assert taken == [(str(4 * i), str(columns)) for i, columns in enumerate(config.allocations)]
+    freed = re.findall(r"\btcgen05\.dealloc\.\S+ (%r\d+), (\d+);", ptx)
+    assert [columns for _, columns in freed] == [str(columns) for columns in config.allocations]
+    assert len({address for address, _ in freed}) == len(freed)
+    assert ptx.count("tcgen05.relinquish_alloc_permit") == 1
+
+
+def loads_of(config: Sm100DecodeConfig, blocks: int) -> list[tuple[int, int]]:
+    """Return the offset and the columns of each load of S or O. An accumulator of one block has its columns in 16
+    lanes of each warp. A second block of dequantized operands has the other 16 lanes of the same columns.
+
+    A warpgroup has some columns of each block, and reads up to 32 at once. One warpgroup has the blocks of 16-bit
+    operands side by side."""
+    own = config.rows // config.consumer_warpgroups
+    if config.kv_type is not KvType.WIDE:
+        parts = [(i // PAIR * config.rows + i % PAIR * SECOND_HALF, own) for i in range(blocks)]
+    elif config.consumer_warpgroups > 1:
+        parts = [(i * config.rows, own) for i in range(blocks)]
+    else:
+        parts = [(0, blocks * own)]
+    return [load for first, columns in parts for load in in_powers_of_two(first, columns)]
+
+
+def in_powers_of_two(first: int, columns: int) -> list[tuple[int, int]]:
+    found = []
+    while columns:
+        count = min(MOST_COLUMNS, 1 << columns.bit_length() - 1)
+        found.append((first, count))
+        first, columns = first + count, columns - count
+    return found
+
+
+@of_each_kernel
+def test_loads_of_accumulators(config: Sm100DecodeConfig) -> None:
+    """A leaf loads S, then O, each with one wait for all blocks."""
+    statements = re.findall(r"^.*\btcgen05\.(?:ld|wait::ld)\b.*$", artifact(config).ptx.read_text(), re.MULTILINE)
+    assert len(statements) == 2
+    for text, blocks in zip(statements, (config.leaf_tiles, -(-config.head_dim_v // MMA_ROWS)), strict=True):
+        found = re.findall(r"\btcgen05\.ld\.sync\.aligned\.16x256b\.x(\d+)\.b32 [^;]*\[%r\d+ \+ (\d+)\];", text)
+        assert [(int(offset), 8 * int(count)) for count, offset in found] == loads_of(config, blocks)
+        assert re.findall(r"\btcgen05\.(?!ld\.sync\.aligned\.16x256b)\S+", text) == ["tcgen05.wait::ld.sync.aligned;"]
+
+
+def stored_words(ptx: str) -> Counter[int]:
+    """Return the words that a lane stores to the tensor memory of each first lane of a warp, 0 or 16."""
+    sums = {result: (base, int(number)) for result, base, number in SUM.findall(ptx)}
+    found: Counter[int] = Counter()
+    for count, place in re.findall(r"\btcgen05\.st\.sync\.aligned\.16x128b\.x(\d+)\.b32 \[(%r\d+)\]", ptx):
+        offset = 0
+        while place in sums:
+            place, number = sums[place]
+            offset += number
+        found[offset >> LANE_SHIFT] += 2 * int(count)
+    return found
+
+
+@of_each_kernel
+def test_stores_of_operand_a(config: Sm100DecodeConfig) -> None:
+    """Warps store pairs of dequantized tiles in the order of wgmma's operand A, with one wait and one commit for each
+    pair. The two tiles of K have 16 lanes each. So have every two blocks of V, tile by tile."""
+    ptx = artifact(config).ptx.read_text()
+    found = stored_words(ptx)
+    if config.kv_type is KvType.WIDE:
+        assert not found
+    else:
+        columns, blocks = -(-config.layout.tile_dims[0] // MMA_ROWS) * MMA_ROWS, -(-config.head_dim_v // MMA_ROWS)
+        first, second = PAIR * -(-blocks // PAIR), PAIR * (blocks // PAIR)
+        # Of 16 rows, a lane has two words in four columns of tensor memory, which hold eight elements.
+        assert found == {0: (columns + first * LEAF_TILE) // 4, 16: (columns + second * LEAF_TILE) // 4}
+    assert set(re.findall(r"\btcgen05\.st\.\w+\.\w+\.(\w+)", ptx)) == ({"16x128b"} if found else set())
     assert ptx.count("tcgen05.wait::st") == (0 if config.kv_type is KvType.WIDE else 2)
-    stores = re.findall(r"\btcgen05\.st\.sync\.aligned\.(\w+)\.x(\d+)\.b32", ptx)
-    assert {shape for shape, _ in stores} == (set() if config.kv_type is KvType.WIDE else {"16x128b"})
-    # One commit releases each tile of K and of V, or of operand A, and one signals S and O of a leaf. Over 16-bit
-    # caches S of a segment's first leaf has code of its own.
-    assert ptx.count("tcgen05.commit") == (6 if config.kv_type is KvType.WIDE else 2 + 2 * warpgroups)
+    # One commit releases each tile of K and of V, or each pair of operand A, and one signals S and O of a leaf. Over
+    # 16-bit caches S of a segment's first leaf has code of its own.
+    assert ptx.count("tcgen05.commit") == (6 if config.kv_type is KvType.WIDE else 4)
+
+
+@of_each_kernel
+def test_conversions_of_codes(config: Sm100DecodeConfig) -> None:
+    """NVFP4 codes are converted by an instruction, once for each word of operand A of a pair of tiles."""
+    code = Counter(one.op for one in disassemble(artifact(config).cubin))
+    words = stored_words(artifact(config).ptx.read_text()).total() if config.kv_type is KvType.NVFP4 else 0
+    assert code["F2FP.F16.E2M1.UNPACK_B"] == words
 
 
 @of_each_kernel

@@ -244,7 +244,7 @@ def test_resources_of_few_rows(config: Sm100SwapABMlaConfig) -> None:
     blocks = config.head_dim_v // 64
     assert config.columns.widths == dict(s=16, o=16 * blocks)
     assert (config.columns.first("s"), config.columns.first("o"), config.columns.total) == (0, 16, 16 * (1 + blocks))
-    assert config.allocated_columns == {512: 256, 256: 128}[config.head_dim_v]
+    assert config.allocations == ({512: 256, 256: 128}[config.head_dim_v],)
     edges = {edge.name: edge for edge in kernel.edges}
     loaded = {"loaded_k", "loaded_v"} if config.kv_type is not KvType.WIDE else set()
     assert {*edges} == {"q", "k", "v", "work", "leaf", "s", "o", *loaded}

@@ -102,10 +102,11 @@ def test_the_chain_of_a_leaf() -> None:
 
 
 def test_one_buffer_of_operand_a_waits_for_the_products_before() -> None:
-    """Two tiles of two products each. With one buffer the second tile follows the first one's products and signal."""
+    """Two pairs of tiles of two products each. With one buffer the second one follows the first one's products and
+    signal."""
     code = [Sass(f"{root} R1", PLAIN) for root in ("IADD3", "UTCHMMA", "IADD3", "UTCHMMA", "FFMA")]
     bursts = Mma(4, 64, 8, a_in_tensor_memory=True), Mma(4, 64, 8, a_in_tensor_memory=True)
-    one = Leaf((code, code, code[:1], code[:1]), bursts, warpgroups=1, leaves_of_node=1, tiles=2, buffers=2)
+    one = Leaf((code, code, code[:1], code[:1]), bursts, warpgroups=1, leaves_of_node=1, turns=2, buffers=2)
     tile, signal = 2 * 18, 116
     assert one.latency(B200) == pytest.approx(2 * (1 + 2 * tile + signal))
     assert replace(one, buffers=1).latency(B200) == pytest.approx(2 * (3 + tile + signal + tile + signal))
@@ -115,12 +116,25 @@ def test_narrow_caches_are_read_once_and_stored_to_tensor_memory() -> None:
     config = config_of_decode(CASES["D2-q4-fp8"], "sm_100a")
     assert (config.rows, config.consumer_warpgroups, config.leaf_tokens, config.ctas_per_sm) == (32, 2, 256, 1)
     units = compiled_leaves(config, CODE).time(B200).units
-    operands, p_bytes = 2 * 32 * 32 * 32, 256 * 32 * 2
+    operands, p_bytes = 2 * 16 * 32 * 32, 256 * 32 * 2
     assert units[SHARED] == pytest.approx((operands + 2 * 65536 + p_bytes) / 128 / B200.shared_reach)
     assert units[TENSOR_MEMORY] > 2 * 65536 / B200.tensor_store
     nvfp4 = compiled_leaves(config_of_decode(CASES["D2-nvfp4"], "sm_100a"), CODE)
-    in_flight = 2 * (4 * 2 - 1) * 64 * 72  # two CTAs with four stages of 64 keys
+    in_flight = 3 * (4 * 2 - 1) * 64 * 72  # three CTAs with four stages of 64 keys
     assert nvfp4.time(B200).units[MEMORY] == pytest.approx(2 * 256 * 72 / B200.memory_bytes(in_flight))
+
+
+def test_products_of_dequantized_operands_have_pairs_of_blocks() -> None:
+    """A leaf has two pairs of tiles. Each has one product of S for 128 keys, and of O for 128 columns of each tile."""
+    tile = ["UIADD3", "UTCHMMA", "BRA"]
+    for name, rows, buffers in (("D2-fp8", 8, 2), ("D2-q4-fp8", 32, 2), ("D2-nvfp4", 8, 2)):
+        found = leaf(config_of_decode(CASES[name], "sm_100a"), CODE)
+        to_scores, to_output, _, _ = map(roots, found.parts)
+        assert to_scores == ["IADD3", *tile, *tile]
+        assert to_output[-4:] == ["UTCHMMA", "BRA"] * 2
+        product = Mma(16, 128, rows, a_in_tensor_memory=True)
+        assert found.bursts == (product, product)
+        assert (found.turns, found.buffers) == (2, buffers)
 
 
 def test_unused_rows_of_a_tile_do_no_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
 # float16.
 SIGNS, UPPER_BYTES = 0x80808080, 0x8E008E00
 ADDRESS_BITS = 30  # more than a shared-memory address has
+_BYTES = "mov.b32 {b0, b1, b2, b3}, {$r0};"
 BY_HALVES_EXPONENT = -14  # of the factor in the results of :func:`by_halves`
 
 
@@ -108,6 +109,27 @@ def by_halves(word, factor, half: int | None = None) -> list:
         lines.append("" if shifted else f"and.b32 code, {source}, {UPPER_BYTES:#x};")
         lines.append(f"mul.rn.f16x2 {{$w{i}}}, code, pair;")
     return _four_words([*filter(None, lines)], word, factor)
+
+
+def converted(word, factor, half: int | None = None) -> list:
+    """Return the codes of ``word`` times ``factor``, as four words of two neighbouring float16.
+
+    Blackwell has an instruction that converts a byte. ``factor`` and ``half`` are as in :func:`by_halves`.
+    """
+    lines = [".reg .b32 pair, codes; .reg .b8 b0, b1, b2, b3;", _factor("pair", half), _BYTES]
+    for i in range(4):
+        lines.append(f"cvt.rn.f16x2.e2m1x2 codes, b{i}; mul.rn.f16x2 {{$w{i}}}, codes, pair;")
+    return _four_words(lines, word, factor)
+
+
+def converted_by_halves(word, factor) -> list:
+    """Return the codes of ``word`` times ``factor`` in the order of :func:`by_halves`, by Blackwell's instruction."""
+    lines = [".reg .b32 low, high, codes; .reg .b8 b0, b1, b2, b3;", _BYTES]
+    for i in range(2):
+        lines.append(f"cvt.rn.f16x2.e2m1x2 low, b{i}; cvt.rn.f16x2.e2m1x2 high, b{i + 2};")
+        for j, select in enumerate(("0x5410", "0x7632")):
+            lines.append(f"prmt.b32 codes, low, high, {select}; mul.rn.f16x2 {{$w{2 * i + j}}}, codes, {{$r1}};")
+    return _four_words(lines, word, factor)
 
 
 def _select(target: str, first: str, second: str, mask: int) -> str:

@@ -20,12 +20,13 @@ from hopwell.kernels.sm100.common.accumulators import Accumulators
 class TensorLeafAttend(LeafAttend):
     """Consumer warpgroup whose accumulators are in tensor memory."""
 
-    tensor_memory: Int32
+    tensor_memory: list  # addresses of the allocations
 
     def create_operands(self) -> Any:
         rings, kernel = self.rings, self.kernel
         tiles = self.operands.tiles_at_once(kernel)
-        accumulators = Accumulators(kernel, rings.s, rings.o, self.tensor_memory, kernel.row_part(), tiles)
+        stacked = kernel.config.operand_buffers > 0
+        accumulators = Accumulators(kernel, rings.s, rings.o, self.tensor_memory, kernel.row_part(), tiles, stacked)
         operands = self.operands.create(kernel, self.tiles, rings, accumulators)
         if const_expr(kernel.config.accumulated_levels > 0):
             # The compiler selects the state that a node begins with, and a select reads the state before it, too.
@@ -39,12 +40,33 @@ class TensorLeafAttend(LeafAttend):
             operands.issue_first(step, tile.keys.end - tile.keys.begin, self.rings.q.stage(work))
 
 
+class ScoresAhead:
+    """Mixin of operands: S of the next leaf is issued behind O of this one. So its products overlap the load of O and
+    the tree."""
+
+    issues_ahead = True  # whether S of a leaf is issued before the leaf before it is complete
+    leaf_tiles: int
+    end_step: Any  # in a register: the step after the segment's last tile
+    q_stage: Any  # in a register
+
+    def issue_first(self, step, leaves, q_stage) -> None:
+        """Issue S^T of the first of a segment's ``leaves``."""
+        self.end_step[0] = step + leaves * self.leaf_tiles
+        self.q_stage[0] = q_stage
+        self.issue_scores(step)
+
+    def issue_scores(self, step):
+        """Issue S^T of the leaf whose first tile is number ``step``, if the segment has the leaf."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class TensorProducts(LeafProducts):
     """Products of leaves by tcgen05, in the kernels ``SwapABDecodeSm90`` and ``SwapABMlaSm90``.
 
     The kernels have the roles of Hopper's. In addition, a thread of the first consumer warp issues the products of the
-    rows of all warpgroups, and this warp allocates tensor memory.
+    rows of all warpgroups, and this warp allocates tensor memory. A thread of the second warp issues the products of
+    dequantized V.
 
     Edges besides Hopper's
         k, v    load -> issue         K and V of 16 bits, and of fp8 MMA: released when their products are done
@@ -69,31 +91,32 @@ class TensorProducts(LeafProducts):
     def attend(self, kernel: Any, fields: dict[str, Any], addresses, geometry) -> None:
         # The last bytes of the state, behind the values of the most rows.
         slot = shared_address(fields["tiles"].staging) + (kernel.nodes_bytes + kernel.state_bytes - copy.VECTOR_BYTES)
-        tensor_memory = allocate_columns(kernel, slot)
-        role = TensorLeafAttend(**fields, operands=self.operands, tensor_memory=tensor_memory)
+        allocated = allocate_columns(kernel, slot)
+        role = TensorLeafAttend(**fields, operands=self.operands, tensor_memory=allocated)
         role.run(addresses, geometry)
-        free_columns(kernel, tensor_memory)
+        free_columns(kernel, allocated)
 
 
 @cute.jit
-def allocate_columns(kernel, slot):
-    """Allocate tensor memory for all consumer warps, and return its address. The address passes through ``slot`` in
-    shared memory."""
+def allocate_columns(kernel, slot) -> list:
+    """Allocate tensor memory for all consumer warps, and return the addresses of the allocations. They pass through
+    ``slot`` in shared memory."""
     if cute.arch.warp_idx() == WARPS:
-        tmem.allocate(slot, columns=kernel.config.allocated_columns)
+        tmem.allocate(slot, columns=kernel.config.allocations)
     meet_all(kernel)
     tmem.after_signal()
-    return shared_array(Int32, slot)[0]
+    return [shared_array(Int32, slot)[i] for i in range(len(kernel.config.allocations))]
 
 
 @cute.jit
-def free_columns(kernel, tensor_memory) -> None:
+def free_columns(kernel, allocated) -> None:
     """Free tensor memory once all consumer warps are done with it."""
     tmem.before_signal()
     meet_all(kernel)
     if cute.arch.warp_idx() == WARPS:
         tmem.after_signal()
-        tmem.free(tensor_memory, columns=kernel.config.allocated_columns)
+        for address, columns in zip(allocated, kernel.config.allocations, strict=True):
+            tmem.free(address, columns=columns)
 
 
 def meet_all(kernel) -> None:

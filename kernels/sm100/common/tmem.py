@@ -4,7 +4,7 @@ An address has the lane in its upper and the column in its lower 16 bits.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16
@@ -15,18 +15,20 @@ from hopwell.kernels.parts.core.device import ptx
 from hopwell.kernels.parts.core.fragment import LaneRow, RowFragment
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS
 
+LANE_SHIFT = 16  # of the lane in an address
 COLUMNS_AT_ONCE = 16  # processed by a thread: with 32, roles of 56 and 96 registers spill more
 MOST_COLUMNS = 32  # of a load: kernels with 768 threads have no registers for 64
 
 
-def allocate(slot, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS) -> None:
-    """Allocate ``columns``, and write their address to shared memory at ``slot``. A whole warp calls this. With a pair
-    of CTAs, both call it once both run: the PTX ISA asks the issuing warp to make sure of that."""
-    ptx(
-        f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}}], {columns}; "
-        f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;",
-        slot,
+def allocate(slot, ctas: int = 1, columns: Sequence[int] = (TENSOR_MEMORY_COLUMNS,)) -> None:
+    """Make an allocation of each number of ``columns``, and write their addresses to shared memory, from ``slot`` on. A
+    whole warp calls this. With a pair of CTAs, both call it once both run: the PTX ISA asks the issuing warp to make
+    sure of that."""
+    text = "".join(
+        f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [{{$r0}} + {4 * i}], {count}; "
+        for i, count in enumerate(columns)
     )
+    ptx(text + f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;", slot)
 
 
 def free(address, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS) -> None:
@@ -37,7 +39,7 @@ def free(address, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS) -> None:
 def row_address(tensor_memory, column) -> Int32:
     """Return the address of column ``column`` in the lanes of this warp."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-    return tensor_memory + (warp * LANES << 16) + column
+    return tensor_memory + (warp * LANES << LANE_SHIFT) + column
 
 
 def load_row(address, columns: int = COLUMNS_AT_ONCE) -> LaneRow:
@@ -92,14 +94,16 @@ def load_rows(address, rows: RowFragment) -> None:
         rows.registers[i] = value
 
 
-def load_tile(address, columns: int):
-    """Load ``columns`` columns of 16 rows, starting at ``address``. Return a lane's values, in the order of wgmma's
-    accumulators."""
-    text = ""
-    for first, count in _loads(columns):
-        outputs = ", ".join(f"{{$w{(first + c) // 2}}}" for c in range(0, count, 2))
-        text += f"tcgen05.ld.sync.aligned.16x256b.x{count // 8}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
-    return ptx(text + "tcgen05.wait::ld.sync.aligned;", address, results=[Float32] * (columns // 2))
+def load_tile(address, columns: int, offsets: Sequence[int] = (0,)):
+    """Load ``columns`` columns of 16 rows, starting at each of ``offsets`` from ``address``. Return a lane's values, in
+    the order of wgmma's accumulators."""
+    text, loaded = "", 0
+    for offset in offsets:
+        for first, count in _loads(columns):
+            outputs = ", ".join(f"{{$w{loaded + c}}}" for c in range(count // 2))
+            text += f"tcgen05.ld.sync.aligned.16x256b.x{count // 8}.b32 {{{outputs}}}, [{{$r0}} + {offset + first}]; "
+            loaded += count // 2
+    return ptx(text + "tcgen05.wait::ld.sync.aligned;", address, results=[Float32] * loaded)
 
 
 def store_words(address, words) -> None:

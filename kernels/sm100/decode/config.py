@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Traits
+from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile, Traits, power_of_two_in
 from hopwell.kernels.config.decode import DecodeConfig
-from hopwell.kernels.config.splitting import LEAF_TILE, MOST_TREE_COLUMNS, ROWS
+from hopwell.kernels.config.splitting import (
+    LEAF_TILE,
+    MOST_TREE_COLUMNS,
+    ROWS,
+    SWAP_AB_ROWS,
+    LaunchSizes,
+    scratch_bytes,
+)
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS, Columns
 
+PAIR = 2  # tiles, or blocks of 64 columns of V, whose dequantized elements are the 128 rows of operand A
 LEAST_COLUMNS = 32  # of an allocation, which is a power of two
+MOST_CTAS = 3  # of an SM
+_STAGE_BYTES = 65536  # of K, and of V, of three CTAs of an SM
 
 
 @dataclass(frozen=True)
@@ -38,41 +49,74 @@ class Sm100DecodeConfig(DecodeConfig):
         """Return the rows of tiles. Beyond these head dims, tensor memory has no room for operand A of two CTAs."""
         return super().tiles_with_tree(head_dim, kv_type, dtype) if head_dim <= MOST_TREE_COLUMNS else ()
 
+    @classmethod
+    def scratch_bytes(cls, sizes: LaunchSizes) -> int:
+        return scratch_bytes(sizes, cls.tiled, MOST_CTAS)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs of an SM. NVFP4 keys take the most time to dequantize; other CTAs hide the latencies of that chain."""
+        has_room = self.rows == SWAP_AB_ROWS[0] and max(self.layout.tile_dims) <= PAIR * BLOCK_COLUMNS
+        return MOST_CTAS if self.kv_type is KvType.NVFP4 and has_room else super().ctas_per_sm
+
+    @property
+    def tile(self) -> Tile:
+        # With 136 registers up to 8 instructions of a leaf spill. Two CTAs of an SM with 192 would take 1934 cycles for
+        # a leaf, and three take 1482 (B200, by the model, 2026-11-27).
+        if self.ctas_per_sm < MOST_CTAS:
+            return super().tile
+        stages = power_of_two_in(_STAGE_BYTES // MOST_CTAS // (LEAF_TILE * HALFWORD_BYTES * self.layout.columns[0]))
+        return replace(super().tile, kv_stages=stages, producer_registers=24, consumer_registers=136)
+
     @property
     def matrix_instruction(self) -> str:
         return ARCHITECTURES[self.arch].matrix_instruction
 
     @property
+    def products_of_blocks(self) -> tuple[int, int]:
+        """Products of S and of O of a leaf. With dequantized operands they have two blocks of 64 keys, or of 64
+        columns of V."""
+        share = 1 if self.kv_type is KvType.WIDE else PAIR
+        return -(-self.leaf_tiles // share), -(-self.value_blocks // share)
+
+    @property
     def operand_columns(self) -> int:
-        """Columns of tensor memory of a tile of K or V as operand A; a column has two 16-bit elements."""
+        """Columns of tensor memory of a pair of tiles of K or V as operand A; a column has two 16-bit elements."""
         k_columns = -(-self.layout.tile_dims[0] // BLOCK_COLUMNS) * BLOCK_COLUMNS
-        return max(k_columns, self.value_blocks * LEAF_TILE) // 2
+        return max(k_columns, PAIR * self.products_of_blocks[1] * LEAF_TILE) // 2
 
     @property
     def operand_buffers(self) -> int:
-        """Buffers of operand A of a warpgroup: one is multiplied while the next is dequantized, if there is room."""
+        """Buffers of operand A of a warpgroup, for a pair of tiles each. If there is room for two, one is multiplied
+        while the next is dequantized."""
         if self.kv_type is KvType.WIDE:
             return 0
-        used = self.rows * (self.leaf_tiles + self.value_blocks)
-        tile = self.operand_columns * self.consumer_warpgroups
-        return 2 if used + 2 * tile <= TENSOR_MEMORY_COLUMNS // self.ctas_per_sm else 1
+        used = self.rows * sum(self.products_of_blocks)
+        pair = self.operand_columns * self.consumer_warpgroups
+        return 2 if used + 2 * pair <= TENSOR_MEMORY_COLUMNS // self.ctas_per_sm else 1
 
     @property
     def columns(self) -> Columns:
-        """Columns of tensor memory, for each row a score of each tile of a leaf, and O in parts of 64 columns of V.
-        Buffers of operand A follow."""
+        """Columns of tensor memory: a column for each row and product of S and O, then buffers of operand A."""
         buffers = self.operand_buffers * self.consumer_warpgroups
-        return Columns(
-            dict(s=self.rows * self.leaf_tiles, o=self.rows * self.value_blocks, a=buffers * self.operand_columns)
-        )
+        s, o = (self.rows * products for products in self.products_of_blocks)
+        return Columns(dict(s=s, o=o, a=buffers * self.operand_columns))
 
     @property
-    def allocated_columns(self) -> int:
-        """Columns to allocate: a power of two."""
-        return max(1 << (self.columns.total - 1).bit_length(), LEAST_COLUMNS)
+    def allocations(self) -> tuple[int, ...]:
+        """Columns to allocate, each a power of two: for everything, or for S and O, and for operand A."""
+        columns, most = self.columns, TENSOR_MEMORY_COLUMNS // self.ctas_per_sm
+        if (whole := _allocated(columns.total)) <= most or not self.operand_buffers:
+            return (whole,)
+        return _allocated(columns.first("a")), _allocated(columns.widths["a"])
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
         yield from super().constraints()
-        most = TENSOR_MEMORY_COLUMNS // self.ctas_per_sm
-        reason = f"{self.ctas_per_sm} CTAs of an SM have {most} columns of tensor memory each, not {self.columns.total}"
-        yield self.columns.total <= most, reason
+        most, allocated = TENSOR_MEMORY_COLUMNS // self.ctas_per_sm, sum(self.allocations)
+        reason = f"{self.ctas_per_sm} CTAs of an SM have {most} columns of tensor memory each, not {allocated}"
+        yield allocated <= most, reason
+
+
+def _allocated(columns: int) -> int:
+    """Return the columns of an allocation that has room for ``columns``."""
+    return max(1 << (columns - 1).bit_length(), LEAST_COLUMNS)

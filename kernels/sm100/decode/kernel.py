@@ -6,7 +6,8 @@ which wgmma has it. So softmax, masks, the tree, stream-K and the output are Hop
 
 Warp roles
     warps 0..3   load_k, load_v, load_q, schedule, as on Hopper
-    warps 4..7   attend  the rows of a tile, or half of them; a thread of warp 4 issues all products
+    warps 4..7   attend  the rows of a tile, or half of them; a thread of warp 4 issues all products. A thread of
+                         warp 5 issues the products of dequantized V
     warps 8..11  attend  the other half of the rows, with 32 and 64 rows
 
 Edges, of ``SwapABDecodeSm90`` and ``TensorProducts``
@@ -17,8 +18,9 @@ Edges, of ``SwapABDecodeSm90`` and ``TensorProducts``
     work  schedule -> all     released as soon as it has been read
 
 Tensor memory: S has a column for each row and tile of a leaf, O one for each row and 64 columns of V. With 8 rows at
-head dim 128 they take 32 columns, and with 64 rows 384. A dequantized tile takes a column for each two columns of K, or
-for each two keys and 64 columns of V.
+head dim 128 they take 32 columns, and with 64 rows 384. Dequantized operands take half of them, see ``dequant.py``: two
+tiles, or blocks of V, share a column. A dequantized pair of tiles takes a column for each two columns of K, or for each
+two keys and 64 columns of V.
 
 Steady state: memory is the limit. A leaf is two tiles, A and B, or four.
 
@@ -49,15 +51,15 @@ from hopwell.kernels.sm90.decode.dequant_swap_ab import VectorOutput
 from hopwell.kernels.sm90.decode.leaves import write_weights
 from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.common.accumulators import MMA_ROWS, Accumulators
-from hopwell.kernels.sm100.common.leaves import TensorProducts
+from hopwell.kernels.sm100.common.accumulators import MMA_ROWS, S_WARP, Accumulators
+from hopwell.kernels.sm100.common.leaves import ScoresAhead, TensorProducts
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, issue
 from hopwell.kernels.sm100.decode.config import Sm100DecodeConfig
 from hopwell.kernels.sm100.decode.dequant import TensorDequantOperands
 
 
 @device_struct
-class TensorLeafOperands:
+class TensorLeafOperands(ScoresAhead):
     """Operands of the products of a leaf. K, Q, V and P are in shared memory. S and O are in tensor memory,
     and in registers once they are complete."""
 
@@ -72,8 +74,6 @@ class TensorLeafOperands:
     k_ring: Ring
     end_step: Any  # in a register: the step after the segment's last tile
     q_stage: Any  # in a register
-
-    issues_ahead = True
 
     @staticmethod
     def tiles_at_once(kernel) -> int:
@@ -114,21 +114,15 @@ class TensorLeafOperands:
         """Release Q after the segment's last product."""
         q_ring.release(work)
 
-    def issue_first(self, step, leaves, q_stage) -> None:
-        """Issue S^T of the first of a segment's ``leaves``."""
-        self.end_step[0] = step + leaves * self.leaf_tiles
-        self.q_stage[0] = q_stage
-        self._issue_scores(step)
-
     def multiply_keys(self, ring, step, q_stage) -> None:
         """Load S^T of a leaf, which has been issued before; ``step`` is the number of its first tile."""
         self.accumulators.take_s(step, self.s)
 
     @cute.jit
-    def _issue_scores(self, step):
+    def issue_scores(self, step):
         """Issue S^T of the leaf whose first tile is number ``step``, if the segment has it."""
         ring, q_stage = self.k_ring, self.q_stage[0]
-        if self.accumulators.issues and step < self.end_step[0]:
+        if self.accumulators.issued_by(S_WARP) and step < self.end_step[0]:
             place, rows = self.accumulators.place("s"), self.accumulators.rows
             mma, depth, q = Mma(self.kernel.dtype, rows, MMA_ROWS), self.kernel.layout.depth[0], self.q.at(q_stage)
             # Not unrolled: the compiler would compute all descriptors and barriers before the leaves, and spill.
@@ -151,7 +145,7 @@ class TensorLeafOperands:
     @cute.jit
     def multiply_values(self, ring, step):
         """Issue O^T of a leaf, and S^T of the next leaf. The products are still in flight on return."""
-        if self.accumulators.issues:
+        if self.accumulators.issued_by(S_WARP):
             place, rows = self.accumulators.place("o"), self.accumulators.rows
             mma = Mma(self.kernel.dtype, rows, MMA_ROWS, m_major_a=True)
             for i in cutlass.range(self.leaf_tiles, unroll=1):
@@ -164,7 +158,7 @@ class TensorLeafOperands:
                         issue(place + block * rows, v, p, mma, (0, LEAF_TILE), (i > 0).to(Int32))
                     tmem.commit(shared_address(ring.empty + stage))
             self.accumulators.signal(self.accumulators.o_ring, step)
-        self._issue_scores(step + self.leaf_tiles)
+        self.issue_scores(step + self.leaf_tiles)
 
     def finish_values(self, ring, step) -> None:
         """Wait for O^T of a leaf, and load or add it."""

@@ -202,6 +202,6 @@ class Sm100SwapABMlaConfig(MlaConfig):
         return Columns(dict(s=self.rows, o=self.rows * (self.head_dim_v // BLOCK_COLUMNS)))
 
     @property
-    def allocated_columns(self) -> int:
+    def allocations(self) -> tuple[int, ...]:
         """Columns to allocate: a power of two."""
-        return 1 << (self.columns.total - 1).bit_length()
+        return (1 << (self.columns.total - 1).bit_length(),)

@@ -33,7 +33,7 @@ from hopwell.kernels.sm90.decode.leaves import write_weights
 from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.sm90.mla.swap_ab_fp8 import BYTES_APART, TileColumnSoftmax
 from hopwell.kernels.sm100.common import tmem
-from hopwell.kernels.sm100.common.accumulators import MMA_ROWS, Accumulators
+from hopwell.kernels.sm100.common.accumulators import MMA_ROWS, S_WARP, Accumulators
 from hopwell.kernels.sm100.common.leaves import TensorProducts
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, issue
 from hopwell.kernels.sm100.mla.config import Sm100SwapABMlaConfig
@@ -94,7 +94,7 @@ class TensorLatentOperands:
 
     @cute.jit
     def _issue_scores(self, rings, step, q_stage):
-        if self.accumulators.issues:
+        if self.accumulators.issued_by(S_WARP):
             config, place = self.kernel.config, self.accumulators.place("s")
             mma, left = Mma(self.kernel.dtype, self.accumulators.rows, MMA_ROWS), config.head_dim_v // 2
             for half in cutlass.range_constexpr(2):
@@ -141,7 +141,7 @@ class TensorLatentOperands:
 
     @cute.jit
     def _issue_values(self, rings, step):
-        if self.accumulators.issues:
+        if self.accumulators.issued_by(S_WARP):
             rows, dtype = self.accumulators.rows, self.kernel.dtype
             mma, width = Mma(dtype, rows, MMA_ROWS, m_major_a=True), MMA_ROWS * dtype.width // 16
             blocks = self.kernel.config.head_dim_v // (2 * MMA_ROWS)  # of a half

@@ -15,6 +15,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 
+from hopwell.kernels.config.base import KvType
 from hopwell.kernels.elements import HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.core import copy
@@ -27,6 +28,7 @@ from hopwell.kernels.parts.load.block_scales import SharedScales
 BLOCK_BYTES = copy.SWIZZLE_ROW_BYTES
 LEAST_COLUMNS = 64  # of a block
 Q_EXPONENT = 7  # exponent of the largest element of a Q row in float16
+Q_EXPONENTS = {KvType.NVFP4: 14}  # and where it makes up for the exponent of dequantized keys
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,14 @@ class DequantProducts:
         """Exponent of the power of two by which K and V are multiplied in products."""
         return exponent(self.kernel.config.kv_type)
 
+    def in_order(self, words: list) -> list:
+        """Reorder words of Q into the element order of :meth:`dequantized`."""
+        return in_order(self.kernel.config.kv_type, words)
+
+    def dequantized(self, word, factor):
+        """Return the elements of a word of K as pairs of float16. ``factor`` has their block scale."""
+        return dequantized(self.kernel.config.kv_type, word, factor)
+
     def load_q(self, stage, first_row) -> None:
         """Load Q of the warp's rows into registers."""
         for product, words in enumerate(self.read_q(stage, first_row)):
@@ -137,7 +147,7 @@ class DequantProducts:
                     column_block = tile + vector // copy.VECTORS_PER_ROW * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
                     row = first_row + product * MMA_COLUMNS + g
                     words += copy.load_shared(copy.swizzled_vector(column_block, row, vector % copy.VECTORS_PER_ROW), 4)
-            words = in_order(self.kernel.config.kv_type, words)
+            words = self.in_order(words)
             if self.kernel.dtype is BFloat16:
                 words = self._to_float16(words, product)
             rows.append(words)
@@ -158,7 +168,8 @@ class DequantProducts:
             largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
         # A scale of the keys below 1 leaves headroom for larger queries. The row factors undo both scales.
         largest = cute.arch.warp_reduction_max(largest, threads_in_group=QUAD)
-        factor, row_factor = power_of_two(largest, Q_EXPONENT if self.exponent == 0 else -self.exponent, self.exponent)
+        of_q = Q_EXPONENTS.get(self.kernel.config.kv_type, Q_EXPONENT)
+        factor, row_factor = power_of_two(largest, of_q, self.exponent)
         for c in range(2):
             lane = (ColumnFragment.first_row() + c) * QUAD
             self.row_factor[2 * product + c] = cute.arch.shuffle_sync(row_factor, lane)
@@ -184,10 +195,7 @@ class DequantProducts:
                 keys = [copy.load_shared(self._place(row, g, t, part, first), load_bytes // 4) for row in rows]
                 for word in range(load_bytes // 4):
                     factors = self._factors(scales, first // 4 + word)
-                    wide = [
-                        dequantized(self.kernel.config.kv_type, key[word], factor)
-                        for key, factor in zip(keys, factors, strict=True)
-                    ]
+                    wide = [self.dequantized(key[word], factor) for key, factor in zip(keys, factors, strict=True)]
                     for step in range(len(wide[0]) // 2):
                         yield [words[2 * step : 2 * step + 2] for words in wide]
 

@@ -181,8 +181,12 @@ class DequantLeafOperands(DequantProducts):
         for i, word in enumerate(self._values(stage, first, vector)):
             if columns.sharing > 1:
                 word = word >> (columns.share() * (2 * self.element.bits))
-            found.append(of_two_keys(self.kernel.config.kv_type, word, scales[i]))
+            found.append(self.of_two_keys(word, scales[i]))
         return found
+
+    def of_two_keys(self, word, factor):
+        """Dequantize 16 bits of each of two keys to one word per column. ``factor`` has the block scales of both."""
+        return of_two_keys(self.kernel.config.kv_type, word, factor)
 
     def _weights(self, i: int, product: int, first: int) -> list:
         """Return P of 8 rows and 32 keys of a tile, as operand B of two products."""
