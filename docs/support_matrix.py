@@ -57,8 +57,8 @@ NOTES = {
     "fp8 head dims": "Head dims of {head dims}, and 192/128; the model predicts 2550 TFLOP/s at 1 x 16384 tokens and "
     "head dim 128. Others use `mma.sync` for the same reasons. It runs fp8 at 0.65 of the bf16 rate on an H200.",
     "block scales": "Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.",
-    "decode rows": "Up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow caches. More rows, and head dim "
-    "512, use `mma.sync`: the kernel has one tile of rows, and Hopper's leaves have no larger tiles.",
+    "decode rows": "Head dims up to 256, in tiles of up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow "
+    "caches. Head dim 512 uses `mma.sync`: shared memory has no room for two stages of K and V.",
     "narrow decode": "Rows are query heads of a KV head times new tokens. fp8 and int8 caches use `mma.sync` up to 16 "
     "rows, and `wgmma` for more. Head dims 144 to 256 use `mma.sync` up to 32 rows, and larger ones up to 8.",
     "pairs of rows": "More than 16 rows have pairs of CTAs with 128 rows a tile. These kernels have run on the "
@@ -112,8 +112,7 @@ def full_page() -> str:
         "* H100 and H200 are compute capability 9.0, B200 is 10.0, B300 is 10.3, RTX and DGX Spark are 12.x.\n"
         "* `tcgen05` products are several times as fast as `mma.sync` products on a B200 or B300. Decode needs few\n"
         "  products, and memory limits it instead: [kernels/blackwell.md](kernels/blackwell.md).\n"
-        "* A decode row shows the kernel for 4 rows (query heads of a KV head times new tokens). `tcgen05` kernels\n"
-        "  serve up to 64 rows; at head dims 144 to 256 and 192/128 up to 16, or 8 over 8-bit and NVFP4 caches.\n"
+        "* A decode row shows the kernel for 4 rows (query heads of a KV head times new tokens).\n"
         "* The [reasons](kernels/blackwell.md#warp-mma-kernels-on-blackwell) for `mma.sync` on a B200 or B300 are on\n"
         "  the page of these GPUs.\n"
         "* `python -m hopwell support` prints this page's tables.\n\n" + support_matrix()

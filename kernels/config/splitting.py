@@ -201,7 +201,7 @@ def tree_bytes(
         in_smem = LEAST_SMEM_LEVELS if tiled else shared_levels(tile, width, ctas)
         # Ragged drafts have leaves as short as with the fewest rows.
         in_gmem, tiles = gmem_levels(leaf_tokens(SWAP_AB_ROWS[0], width, size, tiled), capacity, in_smem), 1
-        if tiled or tile == ROWS:  # more rows take more tiles
+        if tiled or tile == max(tree_rows(width, size)):  # more rows take more tiles
             tiles = -(-rows // tile)
         return _nodes_bytes(tile, kv_heads * tiles, width, sms, in_gmem, ctas)
 

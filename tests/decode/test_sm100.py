@@ -122,6 +122,24 @@ def test_scales_on_the_device(group: int) -> None:
     check_config(config, case, 16, "cpu", all_schedules(3))
 
 
+@pytest.mark.parametrize(
+    ("dim", "rows", "kv_type", "group", "q_len"),
+    [
+        (128, 64, KvType.WIDE, 130, 1),
+        (256, 16, KvType.WIDE, 8, 5),
+        (128, 64, KvType.NVFP4, 12, 6),
+        (256, 8, KvType.E4M3, 21, 1),
+    ],
+)
+def test_more_rows_than_a_tile(dim: int, rows: int, kv_type: KvType, group: int, q_len: int) -> None:
+    """More packed rows take several work tiles. Their last tile has fewer rows."""
+    mask = MaskKind.DRAFT if q_len > 1 else MaskKind.FULL
+    config = replace(config_for(dim, rows, mask), kv_type=kv_type)
+    case = Case([q_len] * 3, [1, config.leaf_tokens + 33, 70], group)
+    check_config(config, case, 16, "cpu", all_schedules(rows))
+    assert not emulator.report().warnings
+
+
 @pytest.mark.parametrize("rows", [8, 64])
 def test_more_requests_than_lanes(rows: int) -> None:
     """More work than CTAs: work tiles of many requests are found in the right order."""

@@ -229,7 +229,8 @@ def most_leaf_spills(config: Sm100DecodeConfig) -> int:
     With two warpgroups a thread has 232 registers. 64 rows with leaves of four tiles take 64 for S, up to 64 for O,
     and the state of 32 rows. They have 8 to 24 spills, and 65 with drafts over padded columns (2026-11-27). 32 rows
     have up to 3, and 14 at head dim 64 with a window. With one warpgroup, 16 rows of 256 columns spill 17, and of fewer
-    columns up to 6. NVFP4 spills up to 2.
+    columns up to 6. With 8 rows over NVFP4 caches up to head dim 128, three CTAs share an SM. An attend thread has 136
+    registers then. 4 spill, and up to 8 at head dim 64.
     """
     if config.rows == 64:
         return 66 if config.head_dim_v % 64 else 24
@@ -237,7 +238,7 @@ def most_leaf_spills(config: Sm100DecodeConfig) -> int:
         return 14 if config.head_dim_v == 64 else 3
     if config.rows == 16:
         return 17 if config.head_dim_v > 192 else 6
-    return 2 if config.kv_type is KvType.NVFP4 else 0
+    return (8 if config.head_dim_v == 64 else 4) if config.ctas_per_sm == 3 else 0
 
 
 @of_each_kernel

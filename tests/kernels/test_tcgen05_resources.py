@@ -71,9 +71,11 @@ def most_step_spills(config: KernelConfig) -> int:
     others (2026-11-27). Softmax threads of prefill have 104 registers, see ``ROLES`` in the config. Pairs of CTAs spill
     with boxes of 8 rows alone: a loader has most addresses there."""
     if isinstance(config, Sm100DecodeConfig):
-        # One register in a loop over tiles, with 16 rows of wide heads, and with 64 rows over NVFP4 caches.
-        wide = config.rows == 16 and config.head_dim_v > 192
-        return int(wide or (config.rows == 64 and config.kv_type is KvType.NVFP4))
+        # One register in a loop over tiles, with 16 rows of wide heads, and with 64 rows over NVFP4 caches. With three
+        # CTAs of an SM, one in the loop that dequantizes K at head dim 64.
+        wide, three = config.rows == 16 and config.head_dim_v > 192, config.ctas_per_sm == 3
+        nvfp4 = config.kv_type is KvType.NVFP4 and (config.rows == 64 or (three and config.head_dim_v == 64))
+        return int(wide or nvfp4)
     if isinstance(config, Sm100MlaConfig) and (config.batch_invariant or config.uses_fp8_mma):
         return 4  # reads of an address that all roles use, see INVARIANT_PAIR_STACK of test_compile.py
     if not isinstance(config, Sm100PrefillConfig):

@@ -1,8 +1,8 @@
 """Dequantization of NVFP4 (two elements per byte) to 16 bits: the value of each code times its block scale.
 
-The value of a code comes from a table or from its bits. Products of codes and e4m3 scales have at most six significant
-bits, and exponents that float16 and bfloat16 both have. They are therefore exact in both types. One source serves every
-architecture.
+The value of a code comes from a table, from its bits, or from Blackwell's conversion instruction. Products of codes and
+e4m3 scales have at most six significant bits, and exponents that float16 and bfloat16 both have. They are therefore
+exact in both types.
 """
 
 import itertools

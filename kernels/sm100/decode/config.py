@@ -35,14 +35,17 @@ class Sm100DecodeConfig(DecodeConfig):
 
     @classmethod
     def refusal(cls, traits: Traits, arch: str) -> str | None:
-        most = max(cls.tiles_with_tree(traits.dims[0], traits.kv_type), default=0)
-        if traits.rows > most:
-            return f"there is no tcgen05 decode kernel for {arch} with {traits.rows} packed rows; most: {most}"
+        if traits.dims[0] > MOST_TREE_COLUMNS:
+            return (
+                f"there is no tcgen05 decode kernel for {arch} at head dim {traits.dims[0]}; most: {MOST_TREE_COLUMNS}"
+            )
         return super().refusal(traits, arch)
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
-        return min((m for m in cls.tiles_with_tree(head_dim, kv_type) if m >= rows), default=ROWS)
+        """Return the rows of a tile. More packed rows take several of the largest tiles, which read the keys each."""
+        tiles = cls.tiles_with_tree(head_dim, kv_type)
+        return min((m for m in tiles if m >= rows), default=max(tiles, default=ROWS))
 
     @classmethod
     def tiles_with_tree(cls, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tuple[int, ...]:
