@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.batches.decode import DRAFT, DecodeBatch
+from helpers.batches.decode import DRAFT, NVFP4, DecodeBatch
+from helpers.batches.fp8 import E4M3
 from helpers.batches.prefill import check_requests_alone, same
 from helpers.cases.decode import TORCH_DTYPES, Case, batch_of, check_config, fewest_rows, mask_of, takes_ragged_drafts
 from helpers.covering.configs import PAGES16, PAGES64
@@ -167,13 +168,17 @@ def test_whoever_has_which_leaves(dim: int, rows: int, kv_heads: int) -> None:
         assert torch.equal(*both(data.decode(64)))
 
 
-@pytest.mark.parametrize(("dim", "rows"), [(128, 8), (64, 64)])
+@pytest.mark.parametrize(
+    ("dim", "rows", "kv_dtype"), [(128, 8, None), (64, 64, None), (128, 8, NVFP4), (64, 8, E4M3), (128, 32, E4M3)]
+)
 @pytest.mark.parametrize("sms", [1, 3])
 def test_bits_do_not_depend_on_the_number_of_ctas(
-    dim: int, rows: int, sms: int, monkeypatch: pytest.MonkeyPatch
+    dim: int, rows: int, kv_dtype: torch.dtype | None, sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One CTA takes every leaf, and reuses every stage of shared memory and its tensor memory."""
-    data = DecodeBatch([1, 1], [2000, 300], heads=rows, kv_heads=1, head_dim=dim, device="cpu")
+    """One SM takes every leaf, and reuses every stage of shared memory and its tensor memory. Up to three CTAs share
+    it."""
+    sizes = dict(heads=rows, kv_heads=1, head_dim=dim)
+    data = DecodeBatch([1, 1], [2000, 300], **sizes, kv_dtype=kv_dtype, device="cpu")
     want = execute(data.decode(16)).clone()
     monkeypatch.setattr(geometry, "EMULATED_SMS", sms)
     for way in all_schedules(sms):

@@ -47,13 +47,17 @@ def decode_nvfp4() -> None:
     decode(NVFP4, leaf=256, sms=1)
 
 
-def decode_rows(kv_dtype: torch.dtype | None = None) -> None:
+def decode_rows(kv_dtype: torch.dtype | None = None, rows: int = 40) -> None:
     """Run decode of 40 rows, on two warpgroups of two CTAs. The longest request has 13 leaves."""
-    decode(kv_dtype, leaf=256, rows=40, leaves=12)
+    decode(kv_dtype, leaf=256, rows=rows, leaves=12)
 
 
 def decode_rows_e4m3() -> None:
     decode_rows(E4M3)
+
+
+def decode_32_rows_e4m3() -> None:
+    decode_rows(E4M3, rows=32)
 
 
 def decode_rows_nvfp4() -> None:

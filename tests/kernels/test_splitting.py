@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from helpers.covering.sm100_decode import COVERING_SM100_DECODE
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hopwell.kernels import registry
+from hopwell.kernels.config.base import KvType
 from hopwell.kernels.config.splitting import (
     ALIGNMENT,
     CHUNK_ELEMENTS,
@@ -124,11 +127,17 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_scratch_holds_the_trees_of_hopper(capacity: int) -> None:
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_scratch_holds_the_trees_of_hopper_and_blackwell(arch: str, capacity: int) -> None:
     """Scratch does not know the type of a cache. It suffices for each type, and for problems of more rows."""
-    trees = [c for c in shipped("sm_90a", Family.DECODE) if c.has_tree]
+    trees = [c for c in shipped(arch, Family.DECODE) if c.has_tree and c.arch == arch and not c.tiled]
+    if arch == "sm_100a":  # compiled on demand
+        trees += [c for c in COVERING_SM100_DECODE if c.kv_type is KvType.NVFP4]
+        known = {(8, 128, 3), (8, 64, 3), (16, 128, 2), (64, 128, 1)}
+    else:
+        known = {(16, 128, 2), (32, 128, 1), (8, 512, 1)}
     kinds = {(c.rows, c.head_dim_v, c.ctas_per_sm, c.leaf_tokens, c.smem_levels) for c in trees}
-    assert {(16, 128, 2), (32, 128, 1), (8, 512, 1)} <= {kind[:3] for kind in kinds}
+    assert known <= {kind[:3] for kind in kinds}
     for kind, kv_heads, tiles, sms in itertools.product(kinds, (1, 8), (1, 2, 17), (4, 132)):
         rows, columns, ctas, leaf, in_smem = kind
         if tiles > 1 and rows < ROWS:
@@ -136,7 +145,7 @@ def test_scratch_holds_the_trees_of_hopper(capacity: int) -> None:
         slots = node_slots(rows, kv_heads * tiles, columns, sms, ctas)
         nodes = slots + gmem_levels(leaf, capacity, in_smem) * sms * ctas
         for bound in (rows * tiles, 2 * ROWS * tiles):
-            found = scratch_bytes(LaunchSizes(bound, kv_heads, columns, capacity, sms))
+            found = registry.scratch_bytes(Family.DECODE, arch, LaunchSizes(bound, kv_heads, columns, capacity, sms))
             assert found >= nodes * node_bytes(rows, columns) + ALIGNMENT, kind
 
 

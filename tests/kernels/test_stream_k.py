@@ -60,6 +60,7 @@ from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange, TopkMask
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.sm90.decode import leaves as leaves_module
 from hopwell.kernels.sm90.decode.leaves import LeafTree
+from hopwell.kernels.sm100.decode.config import MOST_CTAS
 from tests.kernels.test_scheduler import Memory
 
 pytestmark = pytest.mark.traced
@@ -130,19 +131,24 @@ def test_every_leaf_of_every_head_list_is_in_one_range(head_lists: int, leaves: 
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("kv_heads", [1, 8, 100, 300])
 @pytest.mark.parametrize(
-    ("rows", "columns", "element_bytes"),
+    ("rows", "columns", "ctas_of_sm"),
     [
-        *itertools.product(SWAP_AB_ROWS, (64, 128, 256), (2,)),
-        *((m, d, 1) for m, most in EIGHT_BIT_SWAP_AB_ROWS.items() for d in (64, 128, 256, 512) if d <= most),
-        (LATENT_SWAP_AB_ROWS, 512, 2),
+        *itertools.product(SWAP_AB_ROWS, (64, 128, 256), (1,)),
+        *(
+            (m, d, ctas_per_sm(m, d, 1))
+            for m, most in EIGHT_BIT_SWAP_AB_ROWS.items()
+            for d in (64, 128, 256, 512)
+            if d <= most
+        ),
+        *((SWAP_AB_ROWS[0], d, MOST_CTAS) for d in (64, 128)),
+        (LATENT_SWAP_AB_ROWS, 512, 1),
     ],
 )
-def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: int, kv_heads: int) -> None:
+def test_there_are_places_for_all_nodes(rows: int, columns: int, ctas_of_sm: int, kv_heads: int) -> None:
     bits = FAN_IN_BITS if columns < 512 else LARGE_NODE_FAN_IN_BITS
     for leaves, requests, sms in itertools.product((1, 999, 100_000), (1, 2), (4, 132)):
-        ctas = sms * ctas_per_sm(rows, columns, element_bytes)
-        ranges = of(kv_heads, leaves, requests, ctas, share_subtrees(rows, columns, element_bytes))
-        slots = node_slots(rows, kv_heads, columns, ctas, element_bytes)
+        ranges = of(kv_heads, leaves, requests, sms * ctas_of_sm, share_subtrees(rows, columns, ctas_of_sm))
+        slots = node_slots(rows, kv_heads, columns, sms, ctas_of_sm)
         assert kv_heads * host(ranges.head_list_slots) <= slots
         assert leaves >> host(ranges.shift) <= 1 << bits * FAN_IN_LEVELS
 
