@@ -26,14 +26,21 @@ from hopwell.kernels import execute
 from hopwell.kernels.launch import geometry
 
 
-def decode(kv_dtype: torch.dtype | None = None, leaf: int = 128, sms: int = 2, rows: int = 8, leaves: int = 6) -> None:
+def decode(
+    kv_dtype: torch.dtype | None = None,
+    leaf: int = 128,
+    sms: int = 2,
+    rows: int = 8,
+    leaves: int = 6,
+    head_dim: int = 128,
+) -> None:
     """Run decode with requests of zero to ``leaves`` + 1 leaves; all CTAs share the longest request.
 
     Logits are so large that references move between leaves.
     """
     kv_lens = [leaves * leaf + 32, 0, leaf + 12, 70]
     data = DecodeBatch(
-        [1] * 4, kv_lens, heads=rows, kv_heads=1, head_dim=128, kv_dtype=kv_dtype, magnitude=3.0, device="cpu"
+        [1] * 4, kv_lens, heads=rows, kv_heads=1, head_dim=head_dim, kv_dtype=kv_dtype, magnitude=3.0, device="cpu"
     )
     with mock.patch.object(geometry, "EMULATED_SMS", sms):
         execute(data.decode(16, sinks=torch.linspace(-1, 1, rows)))
@@ -41,6 +48,11 @@ def decode(kv_dtype: torch.dtype | None = None, leaf: int = 128, sms: int = 2, r
 
 def decode_e4m3() -> None:
     decode(E4M3, leaf=256, sms=1)
+
+
+def decode_e4m3_256() -> None:
+    """Run decode of 256 columns, with one buffer of operand A: a pair of tiles waits for the products of another."""
+    decode(E4M3, leaf=256, sms=1, head_dim=256)
 
 
 def decode_nvfp4() -> None:
@@ -84,11 +96,11 @@ def swap_ab_mla_8_bit() -> None:
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Return why an undetected fault changes nothing, or ""."""
     of_tensor_memory = (
-        _reason_of_fence,
         equivalent_faults.reason_of_tensor_fence,
+        _reason_of_fence,
         equivalent_faults.reason_of_tensor_wait,
     )
-    rules = equivalent_faults.equivalent, *of_tensor_memory, _reason_of_meeting
+    rules = equivalent_faults.equivalent, *of_tensor_memory, _reason_of_meeting, _reason_of_commit
     return next((reason for rule in rules if (reason := rule(fault, kernel))), "")
 
 
@@ -103,6 +115,8 @@ def _reason_of_fence(fault: Fault, kernel: Kernel) -> str:
         products = [i for i in kernel.instrs if i.op.startswith("tcgen05.mma")]
         loads = places(kernel, "tcgen05.wait::ld")
         following = next((i for i in products if i.pc > pc), None)
+        if "after" in op and _next_access(kernel, pc).startswith("tcgen05.st"):
+            return "a leaf has a buffer of operand A for each pair, and the wait for S or O has a fence of its own"
         is_behind_wait = not kernel.instrs[pc - 1].op.startswith("bar.sync")
         if "after" in op and is_behind_wait and following is not None and following.args[3] == products[0].args[3]:
             return "S comes behind O in the order of products, and the fence before O orders it, too"
@@ -113,6 +127,20 @@ def _reason_of_fence(fault: Fault, kernel: Kernel) -> str:
             return "lanes read Q themselves, and rewrite it with a fence of their own"
         if kernel.instrs[pc + 1].op.startswith("bar.warp.sync"):
             return "lanes read V and its scales, and have a fence between their wait and the release"
+    return ""
+
+
+def _next_access(kernel: Kernel, pc: int) -> str:
+    """Return the next instruction that accesses tensor memory."""
+    accesses = ("tcgen05.ld", "tcgen05.st", "tcgen05.mma", "tcgen05.dealloc")
+    return next((i.op for i in kernel.instrs[pc + 1 :] if i.op.startswith(accesses)), "")
+
+
+def _reason_of_commit(fault: Fault, kernel: Kernel) -> str:
+    if fault.kind == "commit before its last product" and _dequantizes(kernel):
+        following = (i.op for i in kernel.instrs[max(fault.sites) + 1 :] if i.op.startswith("tcgen05."))
+        if next(following, "").startswith("tcgen05.commit"):
+            return "a leaf has a buffer of operand A for each pair, and S or O is signalled behind all its products"
     return ""
 
 

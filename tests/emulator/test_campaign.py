@@ -331,9 +331,11 @@ def test_blackwell_kernels(case: Callable[[], None], more_kinds: list[str]) -> N
     [
         (campaign_blackwell_decode.decode, 35),
         (campaign_blackwell_decode.decode_e4m3, 42),
+        (campaign_blackwell_decode.decode_e4m3_256, 45),
         (campaign_blackwell_decode.decode_nvfp4, 42),
         (campaign_blackwell_decode.decode_rows, 36),
         (campaign_blackwell_decode.decode_rows_e4m3, 48),
+        (campaign_blackwell_decode.decode_32_rows_e4m3, 46),
         (campaign_blackwell_decode.decode_rows_nvfp4, 48),
         (campaign_blackwell_decode.swap_ab_mla, 75),
         (campaign_blackwell_decode.swap_ab_mla_e4m3, 75),
