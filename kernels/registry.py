@@ -108,11 +108,11 @@ def _build_decode(config: DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
     ==================  ===========================  =======================================================
     cache               packed rows                  module, instruction, partition
     ==================  ===========================  =======================================================
-    bf16, fp16          up to 64 (16 beyond d128)    swap_ab: wgmma, stream-K
+    bf16, fp16          any to d128, 16 beyond       swap_ab: wgmma, stream-K
     bf16, fp16          more, or d512                kernel: wgmma, split-KV
     e4m3, int8, NVFP4   up to 8 (16 up to d128)      dequant_swap_ab: mma.sync, stream-K
     e4m3, int8, NVFP4   17 to 32, up to d128         split_keys: wgmma, stream-K
-    e4m3, int8, NVFP4   33 to 64, up to d128         dequant_wgmma: wgmma, stream-K
+    e4m3, int8, NVFP4   33 and more, up to d128      dequant_wgmma: wgmma, stream-K
     e4m3, int8          9 to 32, d144 to d256        kernel with dequant_warps: mma.sync, split-KV
     NVFP4               more                         kernel with dequant_warps: mma.sync, split-KV
     e4m3, int8          more                         kernel: dequantized in shared memory, wgmma, split-KV

@@ -55,7 +55,7 @@ The range of a prediction below is its value divided by the largest and by the l
 
 _DECODES = """A step of decode is a leaf. Its chain belongs to one warpgroup, with keys and values in shared memory:
 dequant, S, softmax, P, O, and the node. One node is combined with another for each leaf, or for four leaves if leaves
-are added before the tree. Two CTAs of an SM have a chain each.
+are added before the tree. The CTAs of an SM have a chain each.
 """
 
 _PLANS = """Steps of kernels that are not written, and of compiled kernels of CTA pairs beside them. Latencies of
