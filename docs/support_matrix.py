@@ -59,9 +59,9 @@ NOTES = {
     "block scales": "Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.",
     "decode rows": "Head dims up to 256, in tiles of up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow "
     "caches. Head dim 512 uses `mma.sync`: shared memory has no room for two stages of K and V.",
-    "narrow decode": "Rows are query heads of a KV head times new tokens. fp8, int8 and NVFP4 caches use `mma.sync` up to "
-    "16 rows, and `wgmma` for more. Over fp8 and int8 caches, head dims 144 to 256 use `mma.sync` up to 32 rows, and "
-    "larger ones up to 8. Over NVFP4 caches, head dims from 160 on use it for all rows.",
+    "narrow decode": "Rows are query heads of a KV head times new tokens. fp8, int8 and NVFP4 caches use `mma.sync` up "
+    "to 16 rows, and `wgmma` for more. Over fp8 and int8 caches, head dims 144 to 256 use `mma.sync` up to 32 rows, "
+    "and larger ones up to 8. Over NVFP4 caches, head dims from 160 on use it for all rows.",
     "pairs of rows": "More than 16 rows have pairs of CTAs with 128 rows a tile. These kernels have run on the "
     "emulator only.",
     "rows of few heads": "Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an "
