@@ -58,7 +58,7 @@ NOTES = {
     "head dim 128. Others use `mma.sync` for the same reasons. It runs fp8 at 0.65 of the bf16 rate on an H200.",
     "block scales": "Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.",
     "decode rows": "Head dims up to 256, in tiles of up to 64 rows; at head dims 144 to 256 up to 16, or 8 over narrow "
-    "caches. Head dim 512 uses `mma.sync`: shared memory has no room for two stages of K and V.",
+    "caches. Head dim 512 uses `mma.sync`: 16-bit K and V have no room for two stages.",
     "narrow decode": "Rows are query heads of a KV head times new tokens. fp8, int8 and NVFP4 caches use `mma.sync` up "
     "to 16 rows, and `wgmma` for more. Over fp8 and int8 caches, head dims 144 to 256 use `mma.sync` up to 32 rows, "
     "and larger ones up to 8. Over NVFP4 caches, head dims from 160 on use it for all rows.",

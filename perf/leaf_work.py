@@ -1,7 +1,8 @@
 """Work of a tcgen05 decode kernel for one leaf of keys, read from its machine code, and its step in the model.
 
 A consumer warpgroup does everything of a leaf in sequence. The first warp of the first one also issues the products of
-the rows of all warpgroups.
+all warpgroups. Over 8-bit and NVFP4 caches, its second warp issues the products of O. The model counts issue slots as
+if the second warpgroup issued products, too.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def leaf(config: Sm100DecodeConfig, code: Sequence[Sass]) -> Leaf:
     def of(begin: int, end: int) -> list[int]:
         return [i for i in path if begin <= i < end]
 
-    # A warpgroup dequantizes all pairs of tiles of a leaf, in a loop, or one of two. One issues all products.
+    # A loop issues the products of all tiles, or pairs of tiles, even if each warpgroup dequantizes one pair.
     turns = config.products_of_blocks[0]
 
     def with_products(begin: int, products: Loop, end: int) -> list[int]:

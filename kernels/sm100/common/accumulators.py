@@ -13,7 +13,8 @@ from hopwell.kernels.sm100.common.tmem import LANE_SHIFT
 
 MMA_ROWS = 64  # keys, or columns of V, of a block: an accumulator in the first 16 lanes of each warp
 SECOND_HALF = 16 << LANE_SHIFT  # from there to the block in the other 16 lanes
-# Warps of the first warpgroup: a thread of each issues products. They are in different sub-partitions of the SM.
+# Warps of the first warpgroup. A thread of S_WARP issues S, and O of 16-bit operands. A thread of O_WARP issues O of
+# dequantized operands, on another sub-partition of the SM.
 S_WARP, O_WARP = 0, 1
 
 

@@ -68,11 +68,11 @@ class TensorProducts(LeafProducts):
     rows of all warpgroups, and this warp allocates tensor memory. A thread of the second warp issues the products of
     dequantized V.
 
-    Edges besides Hopper's
+    Edges that differ from Hopper's
         k, v    load -> issue         K and V of 16 bits, and of fp8 MMA: released when their products are done
         s, o    issue -> attend       full when products are done. They are not released: the warps of all warpgroups
                                       meet before the next products are issued
-        a       attend -> issue       dequantized tiles of K and V in tensor memory, see decode/dequant.py
+        a       attend of one -> issue  dequantized tiles of K and V in tensor memory, see decode/dequant.py
     """
 
     kv_consumer: str = "issue"

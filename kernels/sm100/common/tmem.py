@@ -32,7 +32,7 @@ def allocate(slot, ctas: int = 1, columns: Sequence[int] = (TENSOR_MEMORY_COLUMN
 
 
 def free(address, ctas: int = 1, columns: int = TENSOR_MEMORY_COLUMNS) -> None:
-    """Free all columns. The warp that has allocated them calls this."""
+    """Free an allocation of ``columns`` columns. The warp that has allocated them calls this."""
     ptx(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 {{$r0}}, {columns};", address)
 
 

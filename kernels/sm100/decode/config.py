@@ -49,7 +49,7 @@ class Sm100DecodeConfig(DecodeConfig):
 
     @classmethod
     def tiles_with_tree(cls, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> tuple[int, ...]:
-        """Return the rows of tiles. Beyond these head dims, tensor memory has no room for operand A of two CTAs."""
+        """Return the rows of tiles. Warp-MMA kernels serve wider head dims."""
         return super().tiles_with_tree(head_dim, kv_type, dtype) if head_dim <= MOST_TREE_COLUMNS else ()
 
     @classmethod

@@ -1,18 +1,19 @@
 """Operands of leaves over 8-bit and 4-bit caches: K and V^T are dequantized into tensor memory, as operand A.
 
-``tcgen05.st.16x128b`` stores registers in the order of wgmma's operand A. So the dequantization is the code of Hopper's
-kernels with drafts. A key is dequantized once in a CTA, and its 16-bit elements never pass through shared memory.
+``tcgen05.st.16x128b`` stores registers in the order of wgmma's operand A. So the dequantization is the code of
+``sm90/decode/dequant_wgmma.py``. A key is dequantized once in a CTA, and its 16-bit elements never pass through shared
+memory.
 
 A matrix instruction has two blocks of 64 rows: two tiles of K, or two blocks of 64 columns of V. Each warp has 16 rows
-of the first one, and 16 of the second one in the next 16 lanes of tensor memory. An instruction of 128 rows takes as
-long as one of 64.
+of the first one, and 16 of the second one in the next 16 lanes of tensor memory. So there are half as many
+instructions as with 64 rows.
 
-Two warpgroups share the rows of a tile, and products have the rows of both. Each warpgroup dequantizes one of two pairs
-of tiles. A warp of the first one issues S of all tiles, and another warp O. O has one warp because its products add to
-the same sums in order.
+With 32 and 64 rows, two warpgroups share the rows of a tile, and products have the rows of both. Each warpgroup
+dequantizes one of two pairs of tiles. A warp of the first one issues S of all tiles, and another warp O. O has one warp
+because its products add to the same sums in order.
 
-Steady state: memory is the limit. A leaf is two pairs of tiles, A and B. Primes mark the next leaf. A warpgroup has one
-or two buffers of operand A.
+Steady state: memory, issue slots or this chain is the limit, see docs/kernels/blackwell_decode.md. A leaf is two pairs
+of tiles, A and B. Primes mark the next leaf. A warpgroup has one or two buffers of operand A.
 
     memory         | K of A', B'              | V of A', B'                             | ...
     tensor cores   |                          |      | O = P V (A) | O += P V (B) | S(A') | S(B') |
@@ -43,11 +44,12 @@ from hopwell.kernels.sm100.common.leaves import ScoresAhead
 from hopwell.kernels.sm100.common.mma import Mma, SharedOperand, TensorOperand, issue
 from hopwell.kernels.sm100.decode.config import PAIR
 
-VALUE_COLUMNS = LEAF_TILE // 2  # tensor-memory columns of 64 columns of V of a tile
+VALUE_COLUMNS = LEAF_TILE // 2  # tensor-memory columns of a tile of V: of one or two blocks of 64 columns
 
 
 class ConvertedCodes:
-    """Mixin of operands whose NVFP4 codes are dequantized by Blackwell's conversion instruction, to their own values.
+    """Mixin of operands whose NVFP4 codes are dequantized by Blackwell's conversion instruction, without Hopper's
+    factor 2^-14.
 
     Neighbouring codes stay neighbours. So an instruction sums over other columns of K than on Hopper.
     """

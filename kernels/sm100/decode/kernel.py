@@ -1,13 +1,14 @@
 """Blackwell decode of few rows (swap-AB, stream-K): the leaves of Hopper's kernels, with S and O in tensor memory.
 
-The products are S^T = K Q^T and O^T = V^T P^T. M is 64 keys, or 64 columns of V. N is up to 64 packed rows. An
-accumulator with M = 64 is in the first 16 lanes of each warp. ``tcgen05.ld.16x256b`` loads it into the registers in
-which wgmma has it. So softmax, masks, the tree, stream-K and the output are Hopper's code, see ``SwapABDecodeSm90``.
+The products are S^T = K Q^T and O^T = V^T P^T. M is 64 keys, or 64 columns of V. Over 8-bit and 4-bit caches M is 128,
+see ``dequant.py``. N is up to 64 packed rows. An accumulator with M = 64 is in the first 16 lanes of each warp.
+``tcgen05.ld.16x256b`` loads it into the registers in which wgmma has it. So softmax, masks, the tree, stream-K and the
+output are Hopper's code, see ``SwapABDecodeSm90``.
 
 Warp roles
     warps 0..3   load_k, load_v, load_q, schedule, as on Hopper
-    warps 4..7   attend  the rows of a tile, or half of them; a thread of warp 4 issues all products. A thread of
-                         warp 5 issues the products of dequantized V
+    warps 4..7   attend  the rows of a tile, or half of them. A thread of warp 4 issues S, and O of 16-bit caches. A
+                         thread of warp 5 issues O of other caches
     warps 8..11  attend  the other half of the rows, with 32 and 64 rows
 
 Edges, of ``SwapABDecodeSm90`` and ``TensorProducts``
@@ -18,9 +19,9 @@ Edges, of ``SwapABDecodeSm90`` and ``TensorProducts``
     work  schedule -> all     released as soon as it has been read
 
 Tensor memory: S has a column for each row and tile of a leaf, O one for each row and 64 columns of V. With 8 rows at
-head dim 128 they take 32 columns, and with 64 rows 384. Dequantized operands take half of them, see ``dequant.py``: two
-tiles, or blocks of V, share a column. A dequantized pair of tiles takes a column for each two columns of K, or for each
-two keys and 64 columns of V.
+head dim 128 they take 32 columns, and with 64 rows 384. Over 8-bit and 4-bit caches, two tiles or two blocks of V share
+a column of S or O. A dequantized pair of tiles takes a column for each two columns of K, or for each two keys and up to
+128 columns of V.
 
 Steady state: memory is the limit. A leaf is two tiles, A and B, or four.
 
