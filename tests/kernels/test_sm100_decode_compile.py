@@ -64,11 +64,15 @@ def products(ptx: str) -> Counter[Product]:
 def of_keys(config: Sm100DecodeConfig) -> Counter[Product]:
     """Return the instructions of a tile of K, or of a pair of dequantized tiles. A pair is 128 rows of operand A.
 
-    Loops over tiles are not unrolled. S of 16-bit caches has code of its own for a segment's first leaf."""
+    Loops over tiles are not unrolled. S of a segment's first leaf has code of its own."""
     if config.kv_type is KvType.WIDE:
         return Counter({of(config, MMA_ROWS): 2 * config.layout.depth[0] // MMA_DEPTH})
-    columns = -(-config.layout.tile_dims[0] // MMA_ROWS) * MMA_ROWS  # whole column blocks
-    return Counter({of(config, PAIR * MMA_ROWS): columns // MMA_DEPTH})
+    return Counter({of(config, PAIR * MMA_ROWS): 2 * dequantized_columns(config) // MMA_DEPTH})
+
+
+def dequantized_columns(config: Sm100DecodeConfig) -> int:
+    """Return the columns of a dequantized tile of K: whole column blocks."""
+    return -(-config.layout.tile_dims[0] // MMA_ROWS) * MMA_ROWS
 
 
 def of_values(config: Sm100DecodeConfig) -> Counter[Product]:
@@ -163,21 +167,21 @@ def stored_words(ptx: str) -> Counter[int]:
 @of_each_kernel
 def test_stores_of_operand_a(config: Sm100DecodeConfig) -> None:
     """Warps store pairs of dequantized tiles in the order of wgmma's operand A, with one wait and one commit for each
-    pair. The two tiles of K have 16 lanes each. So have every two blocks of V, tile by tile."""
+    pair. The two tiles of K have 16 lanes each. So have every two blocks of V, tile by tile. K of a segment's first leaf
+    has code of its own."""
     ptx = artifact(config).ptx.read_text()
     found = stored_words(ptx)
     if config.kv_type is KvType.WIDE:
         assert not found
     else:
-        columns, blocks = -(-config.layout.tile_dims[0] // MMA_ROWS) * MMA_ROWS, -(-config.head_dim_v // MMA_ROWS)
+        columns, blocks = 2 * dequantized_columns(config), -(-config.head_dim_v // MMA_ROWS)
         first, second = PAIR * -(-blocks // PAIR), PAIR * (blocks // PAIR)
         # Of 16 rows, a lane has two words in four columns of tensor memory, which hold eight elements.
         assert found == {0: (columns + first * LEAF_TILE) // 4, 16: (columns + second * LEAF_TILE) // 4}
     assert set(re.findall(r"\btcgen05\.st\.\w+\.\w+\.(\w+)", ptx)) == ({"16x128b"} if found else set())
-    assert ptx.count("tcgen05.wait::st") == (0 if config.kv_type is KvType.WIDE else 2)
-    # One commit releases each tile of K and of V, or each pair of operand A, and one signals S and O of a leaf. Over
-    # 16-bit caches S of a segment's first leaf has code of its own.
-    assert ptx.count("tcgen05.commit") == (6 if config.kv_type is KvType.WIDE else 4)
+    assert ptx.count("tcgen05.wait::st") == (0 if config.kv_type is KvType.WIDE else 3)
+    # One commit releases each tile of K and of V, or each pair of operand A, and one signals S and O of a leaf.
+    assert ptx.count("tcgen05.commit") == 6
 
 
 @of_each_kernel
