@@ -167,8 +167,8 @@ def stored_words(ptx: str) -> Counter[int]:
 @of_each_kernel
 def test_stores_of_operand_a(config: Sm100DecodeConfig) -> None:
     """Warps store pairs of dequantized tiles in the order of wgmma's operand A, with one wait and one commit for each
-    pair. The two tiles of K have 16 lanes each. So have every two blocks of V, tile by tile. K of a segment's first leaf
-    has code of its own."""
+    pair. The two tiles of K have 16 lanes each. So have every two blocks of V, tile by tile. K of a segment's first
+    leaf has code of its own."""
     ptx = artifact(config).ptx.read_text()
     found = stored_words(ptx)
     if config.kv_type is KvType.WIDE:
