@@ -73,7 +73,7 @@ _TILES = {
 _TREE_TILE = Tile(SWAP_AB_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_registers=104, consumer_registers=240)
 # Over 8-bit caches the swap-AB tile has half of the registers. Q goes into registers, so one stage of Q is enough.
 _EIGHT_BIT_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
-_STAGE_BYTES = 65536  # of K, and of V, of all CTAs of an SM
+STAGE_BYTES = 65536  # of K, and of V, of all CTAs of an SM
 # Stage bytes for rows shorter than a cache line of L2. CTAs whose heads share cache lines read them further apart in
 # time with more loads in flight: 256 x 1024 tokens of 4 bits took 132 instead of 127 us. 32 x 8192 tokens whose heads
 # lie apart took 113 instead of 108 us (H100, 2026-11-25).
@@ -284,7 +284,7 @@ class DecodeConfig(PartitionedConfig, KernelConfig):
         if self.has_tree:
             tile = _TREE_TILE if self.ctas_per_sm == 1 else _EIGHT_BIT_TREE_TILE
             row_bytes = HALFWORD_BYTES * self.layout.columns[0]
-            stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < CACHE_LINE_BYTES else _STAGE_BYTES
+            stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < CACHE_LINE_BYTES else STAGE_BYTES
             stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
             if self.consumer_warpgroups > 1:
                 tile = replace(tile, q_stages=1, producer_registers=40, consumer_registers=232)

@@ -9,8 +9,14 @@ from typing import NamedTuple
 from hopwell.kernels.hardware import ARCHITECTURES, WARPS, with_instruction
 
 TENSOR_MEMORY_COLUMNS = min(ARCHITECTURES[arch].tensor_memory_columns for arch in with_instruction("tcgen05"))
+LEAST_COLUMNS = 32  # of an allocation, which is a power of two
 
 BOX_TENSOR_COLUMNS = 32  # of rows of 128 bytes, as operand A
+
+
+def allocated(columns: int) -> int:
+    """Return the columns of an allocation of tensor memory that has room for ``columns``."""
+    return max(1 << (columns - 1).bit_length(), LEAST_COLUMNS)
 
 
 class Role(NamedTuple):

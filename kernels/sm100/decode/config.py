@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hopwell.kernels.config.base import BLOCK_COLUMNS, KvType, Tile, Traits, power_of_two_in
-from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.decode import STAGE_BYTES, DecodeConfig
 from hopwell.kernels.config.splitting import (
     LEAF_TILE,
     MOST_TREE_COLUMNS,
@@ -18,12 +18,10 @@ from hopwell.kernels.config.splitting import (
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import ARCHITECTURES
-from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS, Columns
+from hopwell.kernels.sm100.common.resources import TENSOR_MEMORY_COLUMNS, Columns, allocated
 
 PAIR = 2  # tiles, or blocks of 64 columns of V, whose dequantized elements are the 128 rows of operand A
-LEAST_COLUMNS = 32  # of an allocation, which is a power of two
 MOST_CTAS = 3  # of an SM
-_STAGE_BYTES = 65536  # of K, and of V, of three CTAs of an SM
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Sm100DecodeConfig(DecodeConfig):
         # a leaf, and three take 1482 (B200, by the model, 2026-11-27).
         if self.ctas_per_sm < MOST_CTAS:
             return super().tile
-        stages = power_of_two_in(_STAGE_BYTES // MOST_CTAS // (LEAF_TILE * HALFWORD_BYTES * self.layout.columns[0]))
+        stages = power_of_two_in(STAGE_BYTES // MOST_CTAS // (LEAF_TILE * HALFWORD_BYTES * self.layout.columns[0]))
         return replace(super().tile, kv_stages=stages, producer_registers=24, consumer_registers=136)
 
     @property
@@ -109,17 +107,12 @@ class Sm100DecodeConfig(DecodeConfig):
     def allocations(self) -> tuple[int, ...]:
         """Columns to allocate, each a power of two: for everything, or for S and O, and for operand A."""
         columns, most = self.columns, TENSOR_MEMORY_COLUMNS // self.ctas_per_sm
-        if (whole := _allocated(columns.total)) <= most or not self.operand_buffers:
+        if (whole := allocated(columns.total)) <= most or not self.operand_buffers:
             return (whole,)
-        return _allocated(columns.first("a")), _allocated(columns.widths["a"])
+        return allocated(columns.first("a")), allocated(columns.widths["a"])
 
     def constraints(self) -> Iterator[tuple[bool, str]]:
         yield from super().constraints()
-        most, allocated = TENSOR_MEMORY_COLUMNS // self.ctas_per_sm, sum(self.allocations)
-        reason = f"{self.ctas_per_sm} CTAs of an SM have {most} columns of tensor memory each, not {allocated}"
-        yield allocated <= most, reason
-
-
-def _allocated(columns: int) -> int:
-    """Return the columns of an allocation that has room for ``columns``."""
-    return max(1 << (columns - 1).bit_length(), LEAST_COLUMNS)
+        most, taken = TENSOR_MEMORY_COLUMNS // self.ctas_per_sm, sum(self.allocations)
+        reason = f"{self.ctas_per_sm} CTAs of an SM have {most} columns of tensor memory each, not {taken}"
+        yield taken <= most, reason

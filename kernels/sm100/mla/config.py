@@ -16,6 +16,7 @@ from hopwell.kernels.sm100.common.resources import (
     Columns,
     Role,
     RoleTable,
+    allocated,
 )
 
 CTA_ROWS = 64  # of the tile, in each CTA
@@ -204,4 +205,4 @@ class Sm100SwapABMlaConfig(MlaConfig):
     @property
     def allocations(self) -> tuple[int, ...]:
         """Columns to allocate: a power of two."""
-        return (1 << (self.columns.total - 1).bit_length(),)
+        return (allocated(self.columns.total),)
