@@ -116,3 +116,6 @@ class Sm100DecodeConfig(DecodeConfig):
         most, taken = TENSOR_MEMORY_COLUMNS // self.ctas_per_sm, sum(self.allocations)
         reason = f"{self.ctas_per_sm} CTAs of an SM have {most} columns of tensor memory each, not {taken}"
         yield taken <= most, reason
+        # Two warps issue S and O, and each waits for its own turns of a buffer. With one buffer it could take an old
+        # phase of the other warpgroup's buffer for its own turn.
+        yield self.consumer_warpgroups == 1 or self.operand_buffers != 1, "two warpgroups need two buffers of operand A"
